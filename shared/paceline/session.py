@@ -1,0 +1,381 @@
+"""The state machine of one session, as its batcher holds it. Pure: no clock, no I/O.
+
+**committed** tokens c[0..n) are the prompt and all that the target decided; n is the **tip**. Committed tokens never
+change. A committed token is **accepted** (a draft that fits, credited to its source), **corrected** (the target's own
+token after a mismatch), **bonus** (the target's own after a whole chain was accepted) or **filled** (the token of a
+step without drafts). One item is in flight at a time: `plan`, then `decide`, or `forget` when it was lost.
+
+The rules for blocks are those of docs/protocol.md; tests/unit/test_session.py shows that any order, duplication, loss
+and cutting of blocks gives the tokens of plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from paceline.errors import BadRequest
+from paceline.store import SessionRecord
+from paceline.trie import Node, Trie
+from paceline.wire import (
+    KIND_OF_SOURCE,
+    Bounds,
+    Chain,
+    DraftBlock,
+    Failure,
+    Finish,
+    LogprobEntry,
+    Source,
+)
+
+
+class Ends:
+    """Where a completion ends, in token order: an end token or a stop string (`stop`), else the limit (`length`); on a
+    tie the stop wins. Stop strings are looked for in the completion's bytes, across token borders."""
+
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], end_ids: Sequence[int], stops: Sequence[str], limit: int
+    ) -> None:
+        self._token_bytes = token_bytes
+        self.end_ids = frozenset(end_ids)
+        self._stops = [stop.encode() for stop in stops if stop]
+        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
+        self.limit = limit
+        self._tail = b""
+        self._count = 0
+
+    def fresh(self) -> Ends:
+        """The same ends, before the first token."""
+        copy = Ends(self._token_bytes, (), (), self.limit)
+        copy.end_ids, copy._stops, copy._keep = self.end_ids, self._stops, self._keep
+        return copy
+
+    def feed(self, token: int) -> Finish | None:
+        """The finish that `token`, as the next of the completion, brings."""
+        self._count += 1
+        if token in self.end_ids or self._stopped(token):
+            return "stop"
+        return "length" if self._count >= self.limit else None
+
+    def _stopped(self, token: int) -> bool:
+        if not self._stops:
+            return False
+        text = self._tail + self._token_bytes(token)
+        self._tail = text[max(0, len(text) - self._keep) :]
+        return any(stop in text for stop in self._stops)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What became of a block's nodes. gap: nodes are missing before it, the source must send again from `seen` + 1;
+    ignored: of an old incarnation or connection, or the session is over."""
+
+    attached: int = 0
+    history: int = 0
+    duplicate: int = 0
+    stale: int = 0
+    overflow: int = 0
+    gap: bool = False
+    ignored: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A verify step for this session: the chain `tokens` after the committed prefix of length `at`."""
+
+    at: int
+    tokens: tuple[int, ...]
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Newly committed tokens from `at` on, one letter of wire.KINDS each, and how the session ended, if it did."""
+
+    at: int
+    tokens: tuple[int, ...] = ()
+    kinds: str = ""
+    finish: Finish | None = None
+    error: Failure | None = None
+    logprobs: tuple[LogprobEntry, ...] | None = None
+
+
+class Session:
+    """One session. `vocabulary` bounds token ids, `bounds` what a source may hold."""
+
+    def __init__(self, record: SessionRecord, ends: Ends, *, vocabulary: int, bounds: Bounds | None = None) -> None:
+        self.record = record
+        self.vocabulary = vocabulary
+        self.bounds = bounds or Bounds()
+        self.committed = list(record.tokens)
+        self.kinds = record.kinds
+        self.epoch = record.epoch
+        self.connection = record.connection
+        self.counters = record.counters
+        self.finish: str | None = record.finish
+        self.parked = False
+        self.in_flight: Plan | None = None
+        self.seen: dict[Source, tuple[int, int]] = {}
+        self.trie = Trie(len(self.committed))
+        self._ends = ends
+        self._gaps: set[Source] = set()
+        self._refeed()
+
+    @property
+    def tip(self) -> int:
+        return len(self.committed)
+
+    @property
+    def completion(self) -> int:
+        """Completion tokens committed so far."""
+        return self.tip - self.record.prompt_length
+
+    @property
+    def held(self) -> int:
+        return self.trie.held
+
+    # --- drafts ----------------------------------------------------------------------------------------------------
+
+    def offer(self, block: DraftBlock) -> Offer:
+        """Take in a block. Raises BadRequest, with nothing changed, for token ids out of range or positions that do not
+        follow their parent."""
+        if self.finish is not None or (block.source == "edge" and block.connection < self.connection):
+            return Offer(ignored=True)
+        known, _ = self.seen.get(block.source, (-1, 0))
+        if block.incarnation < known:
+            return Offer(ignored=True)
+        self._validate(block)
+        if block.incarnation > known:
+            self.seen[block.source] = (block.incarnation, 0)
+            self.trie.forget_ids(block.source)
+        total = Offer()
+        for chain in block.chains:
+            part = self._offer_chain(block.source, chain)
+            total = _sum(total, part)
+            if part.gap or part.overflow:
+                break
+        if total.gap:
+            self._gaps.add(block.source)
+        self._count(block.source, total)
+        return total
+
+    def take_gaps(self) -> tuple[Source, ...]:
+        """Sources that must send again, to be told once, in the next verdict."""
+        gaps = tuple(sorted(self._gaps))
+        self._gaps.clear()
+        return gaps
+
+    def _validate(self, block: DraftBlock) -> None:
+        for chain in block.chains:
+            worst = max(chain.tokens)
+            if worst >= self.vocabulary:
+                raise BadRequest(
+                    f"draft token id {worst} is not below the vocabulary's {self.vocabulary}",
+                    code="token_out_of_range",
+                    param="chains",
+                )
+            parent = self.trie.find(block.source, chain.after) if chain.after is not None else None
+            known, _ = self.seen.get(block.source, (-1, 0))
+            if parent is not None and block.incarnation == known and chain.position != parent.position + 1:
+                raise BadRequest(
+                    f"a chain at position {chain.position} does not follow node {chain.after} at {parent.position}",
+                    code="position_mismatch",
+                    param="chains",
+                )
+
+    def _offer_chain(self, source: Source, chain: Chain) -> Offer:
+        incarnation, seen = self.seen[source]
+        last = chain.first + len(chain.tokens) - 1
+        if last <= seen:
+            return Offer(duplicate=len(chain.tokens))
+        if chain.first > seen + 1 or (chain.at is not None and chain.at > self.tip):
+            return Offer(gap=True)
+        skip = seen + 1 - chain.first
+        start = chain.position + skip
+        after = chain.first + skip - 1 if skip else chain.after
+        parent = self.trie.find(source, after) if after is not None else None
+        count = len(chain.tokens) - skip
+        if after is not None and parent is None:
+            self.seen[source] = (incarnation, last)
+            return Offer(stale=count, duplicate=skip)
+        part = _Arrival(self, source, first=chain.first + skip, position=start)
+        confidences = [byte / 255 for byte in chain.conf] or [0.5] * len(chain.tokens)
+        offer = part.take(parent, chain.tokens[skip:], confidences[skip:])
+        self.seen[source] = (incarnation, last - offer.overflow)
+        return replace(offer, duplicate=offer.duplicate + skip)
+
+    def _count(self, source: Source, offer: Offer) -> None:
+        new = offer.attached + offer.history + offer.stale
+        drafted = {**self.counters.drafted, source: self.counters.drafted.get(source, 0) + new}
+        self.counters = msgspec.structs.replace(
+            self.counters,
+            drafted=drafted,
+            duplicate=self.counters.duplicate + offer.duplicate,
+            stale=self.counters.stale + offer.stale,
+            overflow=self.counters.overflow + offer.overflow,
+        )
+
+    # --- verify steps ----------------------------------------------------------------------------------------------
+
+    def plan(self, limit: int) -> Plan:
+        """The next step: the best held chain of at most `limit` tokens, clipped to what the completion may still take
+        and behind an end token. It is in flight until `decide` or `forget`."""
+        room = self._ends.limit - self.completion - 1
+        chain = self.trie.best_chain(max(0, min(limit, room)))
+        for index, node in enumerate(chain):
+            if node.token in self._ends.end_ids:
+                chain = chain[: index + 1]
+                break
+        self.in_flight = Plan(self.tip, tuple(node.token for node in chain), tuple(node.source for node in chain))
+        return self.in_flight
+
+    def forget(self) -> None:
+        """The step in flight was lost; its chain is still held."""
+        self.in_flight = None
+
+    def decide(
+        self, plan: Plan, accepted: int, token: int, logprobs: Sequence[LogprobEntry] | None = None
+    ) -> Commit | None:
+        """The target's answer to `plan`: `accepted` of its tokens, then `token`. None when the plan is not in flight
+        any more (late, or overtaken by another owner's history)."""
+        if plan is not self.in_flight or self.finish is not None or plan.at != self.tip:
+            return None
+        self.in_flight = None
+        decided = (*plan.tokens[:accepted], token)
+        kinds = "".join(KIND_OF_SOURCE[source] for source in plan.sources[:accepted]) + _own_kind(plan, accepted)
+        kept, finish = self._cut(decided)
+        commit = Commit(
+            at=plan.at,
+            tokens=decided[:kept],
+            kinds=kinds[:kept],
+            finish=finish,
+            logprobs=tuple(logprobs[:kept]) if logprobs is not None else None,
+        )
+        self._count_step(plan, commit)
+        self._commit(commit)
+        return commit
+
+    def cancel(self) -> Commit:
+        return self._end("cancelled", None)
+
+    def fail(self, failure: Failure) -> Commit:
+        return self._end("error", failure)
+
+    def adopt(self, at: int, tail: Sequence[int], kinds: str, finish: str | None) -> bool:
+        """The store holds `tail` from `at` on, and `finish`. True when that is not what was thought: then the store's
+        history replaces ours, drafts and the step in flight are dropped."""
+        ours = self.committed[at : at + len(tail)]
+        if ours == list(tail) and (finish is None or finish == self.finish):
+            return False
+        self.committed[at:] = tail
+        self.kinds = self.kinds[: max(0, at - self.record.prompt_length)] + kinds
+        self.finish = finish
+        self.in_flight = None
+        self.trie.reset(self.tip)
+        self.seen = {source: (incarnation, 0) for source, (incarnation, _) in self.seen.items()}
+        self._gaps.update(self.seen)
+        self._ends = self._ends.fresh()
+        self._refeed()
+        return True
+
+    def _cut(self, decided: Sequence[int]) -> tuple[int, Finish | None]:
+        for count, token in enumerate(decided, start=1):
+            finish = self._ends.feed(token)
+            if finish is not None:
+                return count, finish
+        return len(decided), None
+
+    def _commit(self, commit: Commit) -> None:
+        self.committed.extend(commit.tokens)
+        self.kinds += commit.kinds
+        self.trie.advance(commit.tokens)
+        self.finish = commit.finish
+
+    def _count_step(self, plan: Plan, commit: Commit) -> None:
+        counters = self.counters
+        accepted = dict(counters.accepted)
+        for source, letter in KIND_OF_SOURCE.items():
+            if count := commit.kinds.count(letter):
+                accepted[source] = accepted.get(source, 0) + count  # type: ignore[index,call-overload]
+        self.counters = msgspec.structs.replace(
+            counters,
+            accepted=accepted,
+            verified=counters.verified + len(plan.tokens),
+            rejected=counters.rejected + commit.kinds.count("c"),
+            steps=counters.steps + 1,
+            step_tokens=counters.step_tokens + 1 + len(plan.tokens),
+            filled=counters.filled + commit.kinds.count("f"),
+            bonus=counters.bonus + commit.kinds.count("b"),
+            corrected=counters.corrected + commit.kinds.count("c"),
+        )
+
+    def _end(self, finish: Finish, failure: Failure | None) -> Commit:
+        if self.finish is None:
+            self.finish = finish
+            self.in_flight = None
+        return Commit(at=self.tip, finish=self.finish, error=failure)  # type: ignore[arg-type]
+
+    def _refeed(self) -> None:
+        for token in self.committed[self.record.prompt_length :]:
+            self._ends.feed(token)
+
+
+@dataclass
+class _Arrival:
+    """The nodes of one chain, from `first` at `position` on, none of them seen before."""
+
+    session: Session
+    source: Source
+    first: int
+    position: int
+
+    def take(self, parent: Node | None, tokens: Sequence[int], confidences: Sequence[float]) -> Offer:
+        """`parent` None or committed: match against committed tokens first."""
+        history = 0
+        if parent is None or parent.committed:
+            matched = self._match(tokens)
+            if matched is None:
+                return Offer(history=self._agreeing(tokens), stale=len(tokens) - self._agreeing(tokens))
+            history, parent = matched, self.session.trie.root
+        return replace(self._attach(parent, tokens[history:], confidences[history:], history), history=history)
+
+    def _agreeing(self, tokens: Sequence[int]) -> int:
+        known = self.session.committed[self.position : self.position + len(tokens)]
+        return next((i for i, (a, b) in enumerate(zip(tokens, known, strict=False)) if a != b), len(known))
+
+    def _match(self, tokens: Sequence[int]) -> int | None:
+        """How many tokens are history already; None when one of them disagrees. Names those that agree."""
+        agreeing = self._agreeing(tokens)
+        for index in range(agreeing):
+            self.session.trie.note_committed(self.source, self.first + index, self.position + index, tokens[index])
+        known = max(0, min(len(tokens), self.session.tip - self.position))
+        return agreeing if agreeing == known else None
+
+    def _attach(self, parent: Node, tokens: Sequence[int], confidences: Sequence[float], offset: int) -> Offer:
+        attached = duplicate = 0
+        for index, (token, confidence) in enumerate(zip(tokens, confidences, strict=True)):
+            if self.session.trie.held_by(self.source) >= self.session.bounds.held:
+                return Offer(attached=attached, duplicate=duplicate, overflow=len(tokens) - index)
+            parent, new = self.session.trie.attach(parent, self.source, self.first + offset + index, token, confidence)
+            attached += 1
+            duplicate += not new
+        return Offer(attached=attached, duplicate=duplicate)
+
+
+def _sum(a: Offer, b: Offer) -> Offer:
+    return Offer(
+        attached=a.attached + b.attached,
+        history=a.history + b.history,
+        duplicate=a.duplicate + b.duplicate,
+        stale=a.stale + b.stale,
+        overflow=a.overflow + b.overflow,
+        gap=a.gap or b.gap,
+    )
+
+
+def _own_kind(plan: Plan, accepted: int) -> str:
+    if not plan.tokens:
+        return "f"
+    return "b" if accepted == len(plan.tokens) else "c"

@@ -1,0 +1,144 @@
+"""The only reader of the environment: frozen settings, units in the names, loud on bad values.
+
+Every field is the variable PACELINE_<FIELD IN CAPITALS>; an empty value counts as not set.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from paceline.errors import SettingsError
+
+PREFIX = "PACELINE_"
+_INHERITED = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "XDG_CACHE_HOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
+def unique_instance() -> str:
+    """host-pid-xxxx: readable, and never the same twice, as leases and epochs need."""
+    host = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname())[:40]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+class _Base(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
+    )
+
+    @classmethod
+    def load(cls, **values: Any) -> Self:
+        """From the environment, `values` winning over it. Raises SettingsError naming each variable and its value."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise SettingsError("; ".join(_explain(item) for item in error.errors())) from None
+
+    def environment(self) -> dict[str, str]:
+        """The variables that give a child process these settings (values that are not set left out)."""
+        plain = self.model_dump(exclude_none=True)
+        return {PREFIX + name.upper(): _text(value) for name, value in plain.items()}
+
+
+class Settings(_Base):
+    """Of one process. Each service reads what concerns it."""
+
+    nats_url: str = "nats://127.0.0.1:4222"
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    instance: Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,64}$")] = Field(default_factory=unique_instance)
+    """Name of this process on the bus; two live processes must never share one."""
+
+    model: str = "smollm2"
+    models_dir: Path = Field(default_factory=lambda: cache_dir() / "models")
+    catalog_file: Path | None = None
+    engine: Literal["llama", "simulated"] = "llama"
+    simulated_file: Path | None = None
+    """JSON that describes the simulated engine (paceline.engine_simulated)."""
+
+    http_host: str = "127.0.0.1"
+    http_port: Port = 8080
+    health_host: str = "127.0.0.1"
+    health_port: Port = 0
+    """Port of /healthz, /readyz and /metrics; 0: none. The gateway serves them on http_port."""
+    keys_file: Path | None = None
+    keepalive_s: Seconds = 10
+    max_body_bytes: Positive = 8 << 20
+
+    threads: Positive = 1
+    context_tokens: Positive | None = None
+    """None: what the model was trained for."""
+    cells: Positive | None = None
+    """KV cells of the target, shared by all sessions; None: four contexts."""
+    chunk_tokens: Positive = 256
+    """Longest prefill chunk in one step: what another session waits for at most."""
+    max_step_tokens: Positive = 256
+    """Draft and decode tokens in one verify step, prefill chunk not counted."""
+    max_sessions: Positive = 256
+
+    lease_ttl_s: Seconds = 3
+    presence_ttl_s: Seconds = 2
+    parked_ttl_s: Seconds = 60
+    drain_s: Seconds = 10
+    connect_s: Seconds = 60
+    """How long a starting process waits for NATS and Redis before it gives up."""
+
+    gateway_url: str = "http://127.0.0.1:8080"
+    api_key: SecretStr | None = None
+    """Of the edge client."""
+    draft_threads: Positive = 1
+
+    otlp_endpoint: str | None = None
+    """Base URL of an OTLP/HTTP collector; None: no tracing."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_json: bool = False
+
+
+class StackSettings(_Base):
+    """Of `python -m paceline.stack`: ports of the servers (0: any free one) and how many of each."""
+
+    state_dir: Path = Path(".state")
+    nats_port: Port = 4222
+    redis_port: Port = 6379
+    http_port: Port = 8080
+    verifiers: Annotated[int, Field(ge=0, le=64)] = 1
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """PACELINE_ variables that nobody reads: most likely misspelt."""
+    names = os.environ if environment is None else environment
+    known = {PREFIX + field.upper() for kind in (Settings, StackSettings) for field in kind.model_fields}
+    return sorted(name for name in names if name.startswith(PREFIX) and name not in known)
+
+
+def child_environment(settings: Mapping[str, str], **extra: str) -> dict[str, str]:
+    """The environment of a child process: what every program needs from ours, then `settings`, then `extra`. Other
+    PACELINE_ variables of this process are not handed on, so that a child has exactly what it was given."""
+    base = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    return {**base, **settings, **extra}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _explain(item: Any) -> str:
+    field = str(item["loc"][0]) if item["loc"] else "settings"
+    shown = "***" if field == "api_key" else repr(item.get("input"))
+    return f"{PREFIX}{field.upper()}={shown}: {item['msg']}"
