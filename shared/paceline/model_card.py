@@ -12,6 +12,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +23,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from paceline.errors import ModelError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """Token attributes, numbered as in GGUF's tokenizer.ggml.token_type."""
 
 
@@ -70,13 +71,52 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def fingerprint(vocabulary: Iterable[tuple[bytes, int]]) -> str:
-    """Content hash of (piece, attribute) in the order of ids: each piece's length as uint32 LE, the piece, one
-    attribute byte. Pieces are the bytes a token stands for; control tokens are spelled out."""
+def parse_tokenizer(text: str) -> tokenizers.Tokenizer:
+    """From Hugging Face tokenizer JSON; raises ModelError."""
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the binding raises bare Exception for any fault of the JSON
+        raise ModelError(f"no readable tokenizer JSON: {error}") from error
+
+
+Entry = tuple[bytes, int]
+"""One id of a vocabulary: the bytes it stands for (a control token's spelling) and its attribute."""
+
+
+def entries(tokenizer: tokenizers.Tokenizer, size: int) -> list[Entry]:
+    """The vocabulary by id. Ids that the tokenizer does not know (a model's padding) are empty and UNUSED."""
+    found: list[Entry] = [(b"", UNUSED)] * size
+    for token, i in tokenizer.get_vocab(with_added_tokens=False).items():
+        found[i] = (piece(token), NORMAL)
+    for i, added in tokenizer.get_added_tokens_decoder().items():
+        found[i] = (added.content.encode(), CONTROL if added.special else USER_DEFINED)
+    return found
+
+
+def fingerprint(vocabulary: Iterable[Entry]) -> str:
+    """Content hash in the order of ids: each piece's length as uint32 LE, the piece, one attribute byte."""
     digest = hashlib.sha256()
-    for piece, attribute in vocabulary:
-        digest.update(struct.pack("<I", len(piece)) + piece + bytes([attribute]))
+    for content, attribute in vocabulary:
+        digest.update(struct.pack("<I", len(content)) + content + bytes([attribute]))
     return digest.hexdigest()
+
+
+def check_vocabularies(a: ModelCard, b: ModelCard) -> None:
+    """Raises ModelError, naming the first id that differs in content or kind, unless ids of `a` and `b` mean the same."""
+    if a.fingerprint == b.fingerprint:
+        return
+    ours, theirs = (entries(parse_tokenizer(card.tokenizer), card.vocabulary) for card in (a, b))
+    both = zip_longest(ours, theirs)
+    first = next((i for i, (one, other) in enumerate(both) if one != other), None)
+    if first is None:
+        raise ModelError(f"the card of {a.model} or {b.model} is damaged: equal vocabularies, unequal fingerprints")
+    shown = [
+        repr(side[first][0].decode("utf-8", "replace")) if first < len(side) else "nothing" for side in (ours, theirs)
+    ]
+    raise ModelError(
+        f"the vocabularies of {a.model} and {b.model} differ: token {first} is {shown[0]} in the one and {shown[1]} in "
+        "the other; drafts can only be exchanged between models of one vocabulary"
+    )
 
 
 @cache
@@ -88,12 +128,10 @@ def byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-def piece(token: str, attribute: int = NORMAL) -> bytes:
-    """The bytes that an entry of a byte-level vocabulary stands for; only NORMAL entries are in the byte alphabet."""
+def piece(token: str) -> bytes:
+    """The bytes that an entry of a byte-level vocabulary stands for."""
     alphabet = byte_alphabet()
-    if attribute == NORMAL and all(c in alphabet for c in token):
-        return bytes(alphabet[c] for c in token)
-    return token.encode()
+    return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
 
 
 _ELISION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -137,12 +175,12 @@ SPLITTERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 def byte_level_bpe(tokens: Sequence[str], attributes: Sequence[int], merges: Iterable[str], pre: str) -> str:
     """Tokenizer JSON for a byte-level BPE vocabulary; `merges` are "left right", best first.
 
-    CONTROL (and UNKNOWN) tokens become special added tokens, USER_DEFINED ones plain added tokens. Raises ModelError
-    for a splitting rule that is not in SPLITTERS.
+    CONTROL (and UNKNOWN) tokens become special added tokens, USER_DEFINED ones plain added tokens; UNUSED ones are
+    left out. Raises ModelError for a splitting rule that is not in SPLITTERS.
     """
     if pre not in SPLITTERS:
         raise ModelError(f"pre-tokenizer {pre!r} is not supported; supported are {', '.join(sorted(SPLITTERS))}")
-    vocabulary = {token: i for i, token in enumerate(tokens)}
+    vocabulary = {token: i for i, token in enumerate(tokens) if attributes[i] != UNUSED}
     pairs = [_pair(merge) for merge in merges]
     whole_words = pre == "llama-bpe"
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=whole_words))

@@ -98,6 +98,10 @@ class SessionStore(Protocol):
         """Unfinished sessions of a partition."""
         ...
 
+    async def ping(self) -> None:
+        """Raises StoreError while the store is away."""
+        ...
+
 
 class LeaseStore(Protocol):
     async def acquire(self, model: str, partitions: Sequence[int], owner: str, ttl_s: float) -> dict[int, int]:

@@ -12,11 +12,9 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-import tokenizers
-
 from paceline.chat_template import ChatTemplate, Rendered
-from paceline.errors import BadRequest, ModelError
-from paceline.model_card import ModelCard, piece
+from paceline.errors import BadRequest
+from paceline.model_card import ModelCard, entries, parse_tokenizer
 
 __all__ = ["Detokenizer", "ModelCard", "StopFilter", "Tokenizer"]
 
@@ -26,12 +24,12 @@ class Tokenizer:
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
-        self._specials = _load(card)
-        self._plain = _load(card)
-        self._plain.encode_special_tokens = True  # of HF's naming: control tokens are *not* recognised
+        self._specials = parse_tokenizer(card.tokenizer)
+        self._plain = parse_tokenizer(card.tokenizer)
+        self._plain.encode_special_tokens = True  # in this library's words: as plain text
         added = self._specials.get_added_tokens_decoder()
         self.control: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
-        self._user_defined = {i: token.content for i, token in added.items() if not token.special}
+        """Control tokens: id to spelling."""
         self._template = ChatTemplate(card.chat_template, [*self.control.values()], self._named_tokens())
 
     def _named_tokens(self) -> dict[str, str]:
@@ -67,38 +65,29 @@ class Tokenizer:
         return [bos, *ids]
 
     @cached_property
+    def _spelled(self) -> list[bytes]:
+        return [content for content, _ in entries(self._specials, self.card.vocabulary)]
+
+    @cached_property
     def _shown(self) -> list[bytes]:
-        """Bytes by id; control tokens show as nothing, and so do ids beyond the tokenizer's own (padding)."""
-        shown = [b""] * self.card.vocabulary
-        for token, i in self._specials.get_vocab(with_added_tokens=False).items():
-            shown[i] = piece(token)
-        for i in self.control:
-            shown[i] = b""
-        for i, text in self._user_defined.items():
-            shown[i] = text.encode()
-        return shown
+        return [b"" if i in self.control else content for i, content in enumerate(self._spelled)]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to the text: part of a character at times; nothing for a control token."""
-        if not 0 <= token < self.card.vocabulary:
-            raise BadRequest(f"token id {token} is outside the vocabulary of {self.card.vocabulary}", param="tokens")
-        return self._shown[token]
+        return self._shown[self._known(token)]
 
     def spelled(self, token: int) -> bytes:
         """As token_bytes, but control tokens are spelled out ("<|im_end|>")."""
-        text = self.control.get(token)
-        return self.token_bytes(token) if text is None else text.encode()
+        return self._spelled[self._known(token)]
+
+    def _known(self, token: int) -> int:
+        if not 0 <= token < self.card.vocabulary:
+            raise BadRequest(f"token id {token} is outside the vocabulary of {self.card.vocabulary}", param="tokens")
+        return token
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of whole output; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
-
-
-def _load(card: ModelCard) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_str(card.tokenizer)
-    except Exception as error:  # the binding raises bare Exception for any fault of the JSON
-        raise ModelError(f"the card of {card.model} holds no readable tokenizer: {error}") from error
 
 
 class Detokenizer:

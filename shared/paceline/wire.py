@@ -473,7 +473,6 @@ class DrainReport(Message, frozen=True, kw_only=True, tag="drained"):
     moved: int
     remaining: int
     seconds: float
-    pauses_ms: tuple[float, ...] = ()
 
 
 class PlacementQuery(Message, frozen=True, kw_only=True, tag="placement_query"):

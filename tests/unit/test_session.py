@@ -88,6 +88,7 @@ class Drafter:
         self.incarnation, self.next_id, self.last = self.incarnation + 1, 1, None
 
 
+sources = st.sampled_from(["edge", "hosted", "lookup"])
 rights = st.lists(st.booleans(), min_size=1, max_size=6)
 action = st.one_of(
     st.tuples(
