@@ -121,7 +121,7 @@ class _Pump:
         clock = asyncio.get_running_loop().time
         while True:
             due, data = await self._flying.get()
-            while (wait := due - clock()) > 0:
+            if (wait := due - clock()) > 0:
                 await asyncio.sleep(wait)
             if not data:
                 break
@@ -132,11 +132,13 @@ class _Pump:
             self._writer.write_eof()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
     up: _Pump
     down: _Pump
     writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
+    task: asyncio.Task[None] | None
+    """Runs this connection; cancelled by a reset."""
 
     async def run(self) -> None:
         """Until both directions have ended; a broken end breaks the other one."""
@@ -145,14 +147,18 @@ class _Connection:
                 for pump in (self.up, self.down):
                     group.create_task(pump.take())
                     group.create_task(pump.give())
-        except* ConnectionError as broken:
+        except* OSError as broken:
             logger.debug("connection broke: %s", broken.exceptions[0])
-        finally:
-            self.reset()
+            for writer in self.writers:
+                _reset(writer)
+        for writer in self.writers:
+            writer.close()
 
     def reset(self) -> None:
         for writer in self.writers:
             _reset(writer)
+        if self.task is not None:
+            self.task.cancel()
 
 
 @dataclass
@@ -205,7 +211,7 @@ class Relay:
         if self._server is not None:
             self._server.close()
         self.cut()
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -248,7 +254,9 @@ class Relay:
         up = Schedule(self.link, random.Random(f"{self.seed}/{number}/up"), now)
         down = Schedule(self.link, random.Random(f"{self.seed}/{number}/down"), now)
         up.hold(now + 2 * self.link.delay_ms / 1_000)  # the handshake, which the local accept made free
-        return _Connection(_Pump(up, near[0], far[1]), _Pump(down, far[0], near[1]), (near[1], far[1]))
+        return _Connection(
+            _Pump(up, near[0], far[1]), _Pump(down, far[0], near[1]), (near[1], far[1]), asyncio.current_task()
+        )
 
     def _plan_cut(self, number: int, connection: _Connection) -> asyncio.TimerHandle | None:
         if not self.link.cut_every_s:

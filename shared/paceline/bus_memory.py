@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
-
-import structlog
 
 from paceline import wire
 from paceline.bus import Handler, Subscription
-from paceline.bus_delivery import Delivery, Respond, answered, fitting, nobody
+from paceline.bus_delivery import PENDING_MESSAGES, Inbox, Packet, Respond, answered, fitting, nobody
 from paceline.errors import BusError, RequestTimeout
-from paceline.telemetry import BUS_DROPPED, Metrics, outgoing_headers
-
-log = structlog.get_logger(__name__)
+from paceline.telemetry import Metrics, outgoing_headers
 
 MAX_PAYLOAD = 1 << 20
-PENDING_MESSAGES = 65_536
-CLOSE_S = 5.0
 
 
 def matches(pattern: str, subject: str) -> bool:
@@ -34,56 +27,28 @@ def matches(pattern: str, subject: str) -> bool:
     return len(want) == len(have)
 
 
-@dataclass
-class _Packet:
-    subject: str
-    data: bytes
-    headers: dict[str, str]
-    respond: Respond | None
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Subscriber:
-    bus: MemoryBus
     pattern: str
     group: str | None
-    delivery: Delivery
-    packets: asyncio.Queue[_Packet] = field(default_factory=lambda: asyncio.Queue(PENDING_MESSAGES))
-    task: asyncio.Task[None] | None = None
-
-    def offer(self, packet: _Packet) -> None:
-        try:
-            self.packets.put_nowait(packet)
-        except asyncio.QueueFull:
-            self.bus.dropped(self.pattern)
-
-    async def run(self) -> None:
-        while True:
-            packet = await self.packets.get()
-            try:
-                await self.delivery(packet.subject, packet.data, packet.headers, packet.respond)
-            finally:
-                self.packets.task_done()
+    inbox: Inbox
+    forget: Callable[[_Subscriber], None]
 
     async def close(self) -> None:
-        """Nothing new is taken; what was taken is finished, within CLOSE_S."""
-        self.bus.forget(self)
-        if self.task is None:
-            return
-        if self.task is not asyncio.current_task():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.packets.join(), CLOSE_S)
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
+        self.forget(self)
+        await self.inbox.close()
 
 
 class MemoryBus:
     """One object is the server and every client. `lose()` and `restore()` play an outage: what is sent meanwhile is
     lost, requests fail."""
 
-    def __init__(self, *, max_payload: int = MAX_PAYLOAD, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, *, max_payload: int = MAX_PAYLOAD, metrics: Metrics | None = None, pending: int = PENDING_MESSAGES
+    ) -> None:
         self.max_payload = max_payload
         self._metrics = metrics
+        self._pending = pending
         self._subscribers: list[_Subscriber] = []
         self._turn = count()
         self._callbacks: list[Callable[[], None]] = []
@@ -97,7 +62,7 @@ class MemoryBus:
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         async def respond(answer: wire.Message) -> None:
-            data = fitting(subject, answer, self.max_payload)
+            data = fitting(answer, self.max_payload)
             if not future.done() and self._up:
                 future.set_result(data)
 
@@ -113,8 +78,8 @@ class MemoryBus:
         self, subject: str, handler: Handler, *carries: type[wire.Message], queue: str | None = None
     ) -> Subscription:
         self._check_open()
-        subscriber = _Subscriber(self, subject, queue, Delivery(handler, carries, self._metrics))
-        subscriber.task = asyncio.create_task(subscriber.run(), name=f"bus {subject}")
+        inbox = Inbox(subject, handler, carries, metrics=self._metrics, limit=self._pending)
+        subscriber = _Subscriber(subject, queue, inbox, self._forget)
         self._subscribers.append(subscriber)
         return subscriber
 
@@ -139,14 +104,9 @@ class MemoryBus:
         for callback in self._callbacks:
             callback()
 
-    def forget(self, subscriber: _Subscriber) -> None:
+    def _forget(self, subscriber: _Subscriber) -> None:
         if subscriber in self._subscribers:
             self._subscribers.remove(subscriber)
-
-    def dropped(self, pattern: str) -> None:
-        log.warning("slow consumer", subject=pattern)
-        if self._metrics is not None:
-            self._metrics.add(BUS_DROPPED, reason="slow_consumer")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -155,14 +115,14 @@ class MemoryBus:
     def _send(self, subject: str, message: wire.Message, respond: Respond | None) -> int:
         """Count of subscribers that got it."""
         self._check_open()
-        packet = _Packet(subject, fitting(subject, message, self.max_payload), outgoing_headers(), respond)
+        packet = Packet(subject, fitting(message, self.max_payload), outgoing_headers(), respond)
         if not self._up:
             if respond is not None:
                 raise BusError("the bus is away")
             return 0
         chosen = self._chosen(subject)
         for subscriber in chosen:
-            subscriber.offer(packet)
+            subscriber.inbox.offer(packet)
         return len(chosen)
 
     def _chosen(self, subject: str) -> list[_Subscriber]:

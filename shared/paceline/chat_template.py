@@ -7,6 +7,7 @@ that are still whole, which can only be its own, and the marks are taken out of 
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -31,12 +32,17 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+def _to_json(value: Any, **options: Any) -> str:
+    """Jinja's own filter would escape for HTML."""
+    return json.dumps(value, ensure_ascii=False, **options)
+
+
 def _environment() -> jinja2.Environment:
     """As Hugging Face runs chat templates, so that templates from there render to the same text."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now(UTC).strftime(form)
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
+    environment.filters["tojson"] = _to_json
     return environment
 
 
@@ -61,7 +67,7 @@ class ChatTemplate:
         marked = [self._split_markers(message, mark) for message in messages]
         try:
             text = self._template.render(messages=marked, add_generation_prompt=True, **self._named)
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: fields of a shape it does not expect
+        except (jinja2.TemplateError, TypeError, ValueError) as error:  # the latter two: fields of a strange shape
             raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
         return [*self._cut(text, mark)]
 

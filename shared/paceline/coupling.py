@@ -94,6 +94,11 @@ def choose(logits: Logits, rule: Rule, tokens: Sequence[int] | Ids, runners: int
     return _noisy_best(scores[survivors], survivors, rule, index, runners)
 
 
+def needs_tokens(sampling: Sampling) -> bool:
+    """Whether a choice depends on the ids before it (penalties), not only on how many there are."""
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
 def probability(logits: Logits, token: int) -> float:
     """Softmax probability of `token` under the raw logits."""
     peak = logits.max()
@@ -118,7 +123,7 @@ def _adjusted(
 ) -> NDArray[np.floating]:
     """Logits after penalties, bias and barred end tokens; the same array when none is on."""
     barred = sampling.end_ids if len(tokens) - prompt_length < sampling.min_tokens else ()
-    penalised = sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    penalised = needs_tokens(sampling)
     if not (penalised or sampling.logit_bias or barred):
         return logits
     scores = logits.astype(np.float64)

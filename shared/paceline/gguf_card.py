@@ -14,7 +14,7 @@ from paceline.tokenizer import Tokenizer
 
 _END_KEYS = ("eos", "eot", "eom")
 _END_TEXTS = frozenset(
-    ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>"]
+    [*(f"<|{name}|>" for name in ("im_end", "endoftext", "eot_id", "eom_id", "end", "end_of_text")), "<end_of_turn>"]
 )
 """Control tokens that end an answer even where a file's metadata forgets to say so; llama.cpp knows the same ones."""
 
@@ -55,6 +55,8 @@ def card_from_gguf(path: Path, name: str) -> ModelCard:
     pre = metadata.text("tokenizer.ggml.pre")
     tokens: list[str] = metadata.require("tokenizer.ggml.tokens")
     given: list[int] = metadata.require("tokenizer.ggml.token_type")
+    if len(given) != len(tokens):
+        raise ModelError(f"{path} is damaged: {len(tokens)} tokens, {len(given)} token types")
     attributes = [CONTROL if token in _END_TEXTS else kind for token, kind in zip(tokens, given, strict=True)]
     named = [metadata.number(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS]
     tokenizer = byte_level_bpe(tokens, attributes, metadata.require("tokenizer.ggml.merges"), pre)
@@ -78,7 +80,7 @@ class _Metadata:
         self._path = path
         try:
             self._fields = gguf.GGUFReader(path).fields
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, IndexError) as error:  # IndexError: cut short
             raise ModelError(f"{path} is no readable GGUF file: {error}") from error
 
     def get(self, key: str, default: Any) -> Any:

@@ -7,9 +7,9 @@ releases the GIL while llama.cpp computes, so the event loop runs on meanwhile.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import structlog
@@ -17,6 +17,7 @@ from llama_cpp import llama_cpp as api
 from numpy.typing import NDArray
 
 from paceline.errors import EngineError, ModelError, NoRoom
+from paceline.forward_pass import Row
 
 QuantType = Literal["F16", "Q4_0", "Q4_1", "Q8_0"]
 FILE_TYPES: dict[str, int] = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
@@ -82,6 +83,8 @@ class LlamaModel:
         self.vocab: Any = api.llama_model_get_vocab(self._model)
         self.vocabulary = int(api.llama_vocab_n_tokens(self.vocab))
         self.context = int(api.llama_model_n_ctx_train(self._model))
+        self.rewinds = not (api.llama_model_is_recurrent(self._model) or api.llama_model_is_hybrid(self._model))
+        """Whether tokens can be taken back out of the model's state."""
 
     @property
     def handle(self) -> Any:
@@ -147,61 +150,64 @@ class LlamaVocab:
         self.close()
 
 
-class Row(NamedTuple):
-    """One token of a pass: its id, position, sequence, and whether its logits are wanted."""
-
-    token: int
-    position: int
-    sequence: int
-    logits: bool
-
-
 class LlamaContext:
     """KV cells shared by many sequences (unified), and decoding of mixed batches.
 
-    cells: KV cells in all (llama.cpp rounds up to 256; the caller keeps the exact number). batch: most rows of one
-    pass. flash: flash attention, which skips the cells of other sequences instead of computing and masking them.
+    A forward_pass.Memory. cells: KV cells in all (llama.cpp rounds up to 256; the caller keeps the exact number).
+    batch, outputs: most rows of one pass, and most of them that want logits. flash: flash attention, which skips the
+    cells of other sequences (without it they are computed and masked), and whose results depend less on batch shape.
     """
 
     def __init__(
-        self, model: LlamaModel, *, cells: int, sequences: int, batch: int, threads: int, flash: bool = True
+        self,
+        model: LlamaModel,
+        *,
+        cells: int,
+        sequences: int,
+        threads: int,
+        batch: int = 512,
+        outputs: int = 128,
+        flash: bool = True,
     ) -> None:
         self._context: Any = None
         self.batch = batch
+        self.outputs = min(batch, max(outputs, sequences))  # llama.cpp aborts on fewer outputs than sequences
         self.vocabulary = model.vocabulary
         params = api.llama_context_default_params()
         params.n_ctx = -(-cells // _PAD) * _PAD
         params.n_batch = params.n_ubatch = batch
+        params.n_outputs_max = self.outputs
         params.n_seq_max = sequences
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified = True
         params.flash_attn_type = 1 if flash else 0
         params.no_perf = True
+        most = int(api.llama_max_parallel_sequences())
+        if sequences > most:
+            raise ModelError(f"{sequences} sessions were asked for, llama.cpp takes {most}")
         self._context = api.llama_init_from_model(model.handle, params)
         if not self._context:
             raise ModelError(f"llama.cpp cannot make a context of {cells} cells ({_last_error})")
         self._memory: Any = api.llama_get_memory(self._context)
         self._batch = api.llama_batch_init(batch, 0, 1)
 
-    def decode(self, rows: Iterable[Row]) -> None:
+    def decode(self, rows: Sequence[Row]) -> None:
         """One pass. Raises NoRoom (memory as before) or EngineError (memory of these sequences unknown)."""
         batch = self._batch
-        count = 0
+        batch.n_tokens = len(rows)
         for index, row in enumerate(rows):
             batch.token[index] = row.token
             batch.pos[index] = row.position
             batch.n_seq_id[index] = 1
             batch.seq_id[index][0] = row.sequence
             batch.logits[index] = row.logits
-            count = index + 1
-        batch.n_tokens = count
         code = api.llama_decode(self._context, batch)
         if code == 1:
-            raise NoRoom(f"llama.cpp found no cells for {count} tokens")
+            raise NoRoom(f"llama.cpp found no cells for {len(rows)} tokens")
         if code != 0:
-            raise EngineError(f"llama_decode of {count} tokens answered {code} ({_last_error})")
+            raise EngineError(f"llama_decode of {len(rows)} tokens answered {code} ({_last_error})")
 
-    def logits(self, index: int) -> NDArray[np.float32]:
+    def logits(self, index: int, prompt_length: int = 0) -> NDArray[np.float32]:
         """Raw logits (vocabulary,) of row `index` of the last pass: a view, gone with the next pass."""
         pointer = api.llama_get_logits_ith(self._context, index)
         if not pointer:
@@ -213,9 +219,9 @@ class LlamaContext:
         if not api.llama_memory_seq_rm(self._memory, sequence, start, -1):
             raise EngineError("this model's state cannot be rewound")
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Let `target` share the cells of the first `length` positions of `source`."""
-        api.llama_memory_seq_cp(self._memory, source, target, 0, length)
+    def share(self, source: int, target: int, start: int, end: int) -> None:
+        """Let `target` share the cells of `source` at positions [start, end)."""
+        api.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def close(self) -> None:
         """May be called twice."""

@@ -56,15 +56,16 @@ class ModelCard(Struct, frozen=True, kw_only=True):
             raise ModelError(f"the model card {path} cannot be read: {error}") from error
 
     def save(self, path: Path) -> None:
-        write_whole(path, msgspec.json.encode(self))
+        write_whole(path, msgspec.json.encode(self), mode=0o644)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that others see whole or not at all."""
+def write_whole(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+    """Write a file that others see whole or not at all. `mode` are its permission bits."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+            os.fchmod(file.fileno(), mode)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -102,7 +103,7 @@ def fingerprint(vocabulary: Iterable[Entry]) -> str:
 
 
 def check_vocabularies(a: ModelCard, b: ModelCard) -> None:
-    """Raises ModelError, naming the first id that differs in content or kind, unless ids of `a` and `b` mean the same."""
+    """Raises ModelError, naming the first id that differs in content or kind, unless all ids mean the same."""
     if a.fingerprint == b.fingerprint:
         return
     ours, theirs = (entries(parse_tokenizer(card.tokenizer), card.vocabulary) for card in (a, b))
@@ -181,15 +182,22 @@ def byte_level_bpe(tokens: Sequence[str], attributes: Sequence[int], merges: Ite
     if pre not in SPLITTERS:
         raise ModelError(f"pre-tokenizer {pre!r} is not supported; supported are {', '.join(sorted(SPLITTERS))}")
     vocabulary = {token: i for i, token in enumerate(tokens) if attributes[i] != UNUSED}
-    pairs = [_pair(merge) for merge in merges]
-    whole_words = pre == "llama-bpe"
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=whole_words))
+    tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, merges, whole_words=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = SPLITTERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     typed = list(zip(tokens, attributes, strict=True))
     tokenizer.add_special_tokens([_added(token, special=True) for token, kind in typed if kind in (UNKNOWN, CONTROL)])
     tokenizer.add_tokens([_added(token, special=False) for token, kind in typed if kind == USER_DEFINED])
     return str(tokenizer.to_str())
+
+
+def _bpe(vocabulary: dict[str, int], merges: Iterable[str], *, whole_words: bool) -> models.BPE:
+    """whole_words: a word that is itself a token is taken as it is, without merging up to it."""
+    try:
+        pairs = [_pair(merge) for merge in merges]
+        return models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=whole_words)
+    except Exception as error:  # the binding raises bare Exception for merges that the vocabulary lacks
+        raise ModelError(f"vocabulary and merges do not fit each other: {error}") from error
 
 
 def _pair(merge: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from aiohttp import web
@@ -31,7 +31,7 @@ WATCH_S = 1.0
 class Service:
     """What a body gets: its connections, and the means to run tasks and to say whether it is ready."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the parts that every service has
         self,
         name: str,
         settings: Settings,
@@ -172,11 +172,7 @@ async def _entered(body: Body, service: Service, entered: asyncio.Event) -> None
         log.warning("not drained in time", drain_s=drain_s)
 
 
-
-
-async def _connected(
-    stack: AsyncExitStack, name: str, settings: Settings, stopping: asyncio.Event
-) -> Service | None:
+async def _connected(stack: AsyncExitStack, name: str, settings: Settings, stopping: asyncio.Event) -> Service | None:
     """The service with its connections, which `stack` closes; None when the signal came first."""
     from paceline.bus_nats import NatsBus
     from paceline.store_redis import RedisStore

@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -48,6 +48,12 @@ class _Base(BaseSettings):
             return cls(**values)
         except ValidationError as error:
             raise SettingsError("; ".join(_explain(item) for item in error.errors())) from None
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """From `values` and the defaults alone, whatever the environment says."""
+        plain = _isolated(cls).load(**values)
+        return cls.model_construct(**{name: getattr(plain, name) for name in cls.model_fields})
 
     def environment(self) -> dict[str, str]:
         """The variables that give a child process these settings (values that are not set left out)."""
@@ -116,6 +122,15 @@ class StackSettings(_Base):
     redis_port: Port = 6379
     http_port: Port = 8080
     verifiers: Annotated[int, Field(ge=0, le=64)] = 1
+
+
+B = TypeVar("B", bound=_Base)
+
+
+def _isolated(kind: type[B]) -> type[B]:
+    """The same class without the environment as a source."""
+    sources = classmethod(lambda _cls, _kind, init_settings, *_rest, **_named: (init_settings,))
+    return type(kind.__name__, (kind,), {"settings_customise_sources": sources, "__doc__": kind.__doc__})
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:

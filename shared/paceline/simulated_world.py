@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,16 +46,17 @@ def toy_card(model: str = "toy", context: int = 2048) -> ModelCard:
     letters = {byte: letter for letter, byte in cards.byte_alphabet().items()}
     tokens = [letters[byte] for byte in range(256)] + ["<|end|>", "<|user|>", "<|assistant|>"]
     kinds = [cards.NORMAL] * 256 + [cards.CONTROL] * 3
+    tokenizer = cards.byte_level_bpe(tokens, kinds, (), "gpt-2")
     return cards.ModelCard(
         model=model,
         context=context,
         vocabulary=VOCABULARY,
-        fingerprint=cards.fingerprint((cards.piece(t, k), k) for t, k in zip(tokens, kinds, strict=True)),
+        fingerprint=cards.fingerprint(cards.entries(cards.parse_tokenizer(tokenizer), VOCABULARY)),
         end_ids=(END_ID,),
         bos_id=None,
         add_bos=False,
         chat_template=_TEMPLATE,
-        tokenizer=cards.byte_level_bpe(tokens, kinds, (), "gpt-2"),
+        tokenizer=tokenizer,
         simulated=True,
     )
 
@@ -81,13 +82,14 @@ class World:
         """(vocabulary,) logits of the position after `tokens`, the first `prompt_length` of which are the prompt."""
         result = np.full(self.vocabulary, self.floor, dtype=np.float32)
         ids = np.asarray(self.support, dtype=np.int64)
-        result[ids] = _SHARPNESS * noise(self._context_seed(tokens), 0, 0, ids)
+        result[ids] = _SHARPNESS * noise(self.context_seed(tokens), 0, 0, ids)
         scripted = self._scripted(tokens, prompt_length)
         if scripted is not None:
             result[scripted] = _SCRIPTED
         return result
 
-    def _context_seed(self, tokens: Sequence[int]) -> int:
+    def context_seed(self, tokens: Sequence[int]) -> int:
+        """64 bits from the position and the tokens that it looks back on."""
         tail = [self.seed, len(tokens), *tokens[-self.order :]]
         return int.from_bytes(hashlib.blake2b(repr(tail).encode(), digest_size=8).digest(), "little")
 
@@ -124,7 +126,7 @@ class Simulation:
 
     world: World = field(default_factory=World)
     acceptance: float = 0.8
-    mode: str = "agree"
+    mode: Literal["agree", "echo", "anti", "mix"] = "agree"
     base_ms: float = 0.0
     per_token_ms: float = 0.0
     memory_ms: float = 0.0
@@ -137,7 +139,7 @@ class Simulation:
             return cls()
         try:
             return _simulation(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise SettingsError(f"simulated_file {path}: {error}") from error
 
 

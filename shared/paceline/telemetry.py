@@ -64,8 +64,12 @@ class Metric:
 
 
 DRAFTED_TOKENS = Metric("drafted_tokens", "counter", "Draft nodes received, by source", {"source": _SOURCES})
-VERIFIED_TOKENS = Metric("verified_tokens", "counter", "Draft nodes put into verify steps, by source", {"source": _SOURCES})
-ACCEPTED_TOKENS = Metric("accepted_tokens", "counter", "Draft tokens that were accepted, by source", {"source": _SOURCES})
+VERIFIED_TOKENS = Metric(
+    "verified_tokens", "counter", "Draft nodes put into verify steps, by source", {"source": _SOURCES}
+)
+ACCEPTED_TOKENS = Metric(
+    "accepted_tokens", "counter", "Draft tokens that were accepted, by source", {"source": _SOURCES}
+)
 REJECTED_TOKENS = Metric("rejected_tokens", "counter", "First mismatches of verified chains")
 COMMITTED_TOKENS = Metric(
     "committed_tokens", "counter", "Completion tokens committed, by kind",
@@ -107,7 +111,9 @@ PROMPT_TOKENS = Metric("prompt_tokens", "counter", "Prompt tokens of admitted se
 FIRST_TOKEN_SECONDS = Metric("first_token_seconds", "histogram", "Request received to first token sent")
 TOKEN_SECONDS = Metric("token_seconds", "histogram", "Mean time per completion token after the first, a stream each")
 CHUNK_GAP_SECONDS = Metric("chunk_gap_seconds", "histogram", "Time between two chunks of a stream")
-REPAIRS = Metric("stream_repairs", "counter", "Verdict gaps filled from the store", {"reason": ("gap", "stall", "epoch")})
+REPAIRS = Metric(
+    "stream_repairs", "counter", "Verdict gaps filled from the store", {"reason": ("gap", "stall", "epoch")}
+)
 WAN_BYTES = Metric("wan_bytes", "counter", "Payload bytes of edge frames", {"direction": ("up", "down")})
 BUS_REFUSED = Metric(
     "bus_refused_messages", "counter", "Messages answered with a refusal, by reason",
@@ -201,7 +207,7 @@ def receiving(subject: str, headers: Mapping[str, str]) -> Iterator[None]:
         return
     parent = _propagator.extract(dict(headers), otel_context.Context())
     with tracer.start_as_current_span(
-        SPAN_RECEIVE, parent, kind=trace.SpanKind.CONSUMER, attributes={ATTR_SUBJECT: subject.split(".")[0]}
+        SPAN_RECEIVE, parent, kind=trace.SpanKind.CONSUMER, attributes={ATTR_SUBJECT: subject.partition(".")[0]}
     ):
         yield
 
@@ -228,7 +234,7 @@ def start_tracing(service: str, instance: str, endpoint: str | None) -> Callable
 
     def stop() -> None:
         processor.force_flush(3000)
-        processor.shutdown()
+        processor.shutdown()  # type: ignore[no-untyped-call]
 
     return stop
 

@@ -8,6 +8,7 @@ one is tokenised as the plain text it is. Text goes out through `Detokenizer` (w
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,9 @@ from paceline.errors import BadRequest
 from paceline.model_card import ModelCard, entries, parse_tokenizer
 
 __all__ = ["Detokenizer", "ModelCard", "StopFilter", "Tokenizer"]
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
@@ -42,6 +46,8 @@ class Tokenizer:
         """Ids of `text`. With `special`, spelled-out control tokens become control tokens. The start token is put
         before it, once, where the model wants one and `start` allows it."""
         encoder = self._specials if special else self._plain
+        if not text.isascii() and _SURROGATE.search(text):
+            raise BadRequest("the text holds half a surrogate pair, which is no character")
         ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
         return self._started(ids) if start else ids
 

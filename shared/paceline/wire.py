@@ -8,6 +8,7 @@ names the field. Words (draft, chain, tip, committed, ...) are defined in docs/p
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -190,6 +191,8 @@ class Verdict(Message, frozen=True, kw_only=True, tag="verdict"):
     timing: Timing | None = None
     window_cap: int | None = None
     """Most nodes a source may hold in flight, when the policy caps it."""
+    fed: Position | None = None
+    """While the prompt is read: how many of its tokens the verifier holds. Absent once the first token is out."""
 
 
 # --- opening, resuming, closing ------------------------------------------------------------------------------------
@@ -333,7 +336,10 @@ class History(Part, frozen=True, kw_only=True):
 
 
 class VerifyItem(Part, frozen=True, kw_only=True):
-    """See paceline.engine.TargetItem. want: none (a prefill chunk), choice, or logprobs (`logprobs` is the top N)."""
+    """See paceline.engine.TargetItem. want: none (a prefill chunk), choice, or logprobs (`logprobs` is the top N).
+
+    prefix_hash is over c[0..at) for an item that wants a choice, and over c[0..history.start) for a prefill chunk.
+    """
 
     session: SessionId
     tenant: str
@@ -547,13 +553,17 @@ def encode_wan(message: Message) -> bytes:
 def decode_wan(data: bytes, *kinds: type[M]) -> M:
     if len(data) > MAX_WAN_BYTES:
         raise WireError(f"a frame of {len(data)} bytes is over the bound of {MAX_WAN_BYTES}")
-    return _convert(_renamed(_parse(data), LONG_KEYS), kinds)
+    try:
+        value = _renamed(_parse(data), LONG_KEYS)
+    except RecursionError:
+        raise WireError("nested too deeply") from None
+    return _convert(value, kinds)
 
 
 def prefix_hash(tokens: Sequence[int] | Iterable[int]) -> str:
     """blake2b, 8 bytes, in hex, over the little-endian uint32 token ids."""
-    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
-    return hashlib.blake2b(packed, digest_size=8).hexdigest()
+    ids = tuple(tokens)
+    return hashlib.blake2b(struct.pack(f"<{len(ids)}I", *ids), digest_size=8).hexdigest()
 
 
 def _parse(data: bytes) -> Any:

@@ -1,0 +1,66 @@
+# One command for people and CI. `make help` lists the targets.
+#
+#   LLAMA_NATIVE=1     llama.cpp for this machine's instruction set instead of the AVX2 baseline
+#   HTTP_PORT=8080     port of the gateway for `make up` (NATS_PORT, REDIS_PORT likewise; STACK_ARGS for more options)
+#   PAIR=smollm2       model pair for demo, compare and up
+
+SHELL := /bin/bash -o pipefail
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+PAIR ?= smollm2
+JSON ?= .state/compare.json
+COMPOSE ?= docker compose
+BUILD ?= docker build
+FLAVOUR := $(if $(LLAMA_NATIVE),native,baseline)
+READY := .venv/.ready-$(FLAVOUR)
+RUN := .venv/bin/python -m
+STACK_PORTS = $(if $(HTTP_PORT),--http-port $(HTTP_PORT)) $(if $(NATS_PORT),--nats-port $(NATS_PORT)) \
+	$(if $(REDIS_PORT),--redis-port $(REDIS_PORT))
+
+.PHONY: help setup models demo test lint compare up down status logs test-compose clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | awk -F: '{printf "  make %-14s%s\n", $$1, $$2}'
+
+setup: $(READY)  ## virtual environment, llama.cpp, packages (3 minutes the first time)
+
+$(READY): pyproject.toml constraints.txt deploy/bootstrap.py deploy/build_llama.py deploy/llama.cmake
+	@$(PYTHON) deploy/bootstrap.py $(if $(LLAMA_NATIVE),--native)
+	@rm -f .venv/.ready-*
+	@touch $@
+
+models: setup  ## fetch and check the model pair
+	@.venv/bin/paceline models pull $(PAIR)
+
+demo: models  ## the whole line on this machine, over a 60 ms link, with a table at the end
+	@$(RUN) loadgen demo --pair $(PAIR)
+
+test: models lint  ## every check and every test
+	@.venv/bin/pytest --cov --cov-report=term:skip-covered
+
+lint: setup  ## style, types, import rules
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports
+
+compare: models  ## cloud, synchronous, deep and Paceline side by side; JSON=FILE takes the report
+	@$(RUN) loadgen compare --pair $(PAIR) --rtt-ms 0,60,100 --json $(JSON)
+
+up: models  ## start NATS, Redis and the services for work
+	@$(RUN) paceline.stack up $(STACK_PORTS) $(STACK_ARGS)
+
+down:  ## stop them
+	@$(RUN) paceline.stack down
+
+status:  ## which processes run, on which ports
+	@$(RUN) paceline.stack status
+
+logs:  ## the latest lines of every process
+	@$(RUN) paceline.stack logs
+
+test-compose: setup  ## build the images, compose up, stream an answer, down and up again
+	@$(RUN) tests.e2e.compose --compose "$(COMPOSE)" --build "$(BUILD)"
+
+clean:  ## remove the environment and all caches in this folder (models stay)
+	@rm -rf .venv .cache .state .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,0 +1,71 @@
+"""`python -m loadgen demo`: the whole line on one machine, streamed by the real command line, then a table."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from rich.console import Console
+
+from loadgen import report
+from loadgen.compare import Comparison, Plan
+from loadgen.prompts import PROMPTS
+from loadgen.rig import Rig, rig
+from paceline.errors import FatalError
+from paceline.settings import Settings, child_environment
+
+RTT_MS = 60.0
+TOKENS = 96
+BLOCK = 6
+ANSWER_S = 300.0
+MODES = ("cloud-only", "synchronous", "Paceline")
+
+
+async def demo(pair: str, console: Console) -> int:
+    """The exit code: 0 when the answer was streamed and the texts agree, or differ at near ties only."""
+    with console.status("") as status:
+
+        def say(text: str) -> None:
+            status.update(text)
+            console.print(f"[dim]{text}[/dim]")
+
+        async with rig(pair, say, rtt_ms=RTT_MS) as standing:
+            status.stop()
+            await _stream(standing, console)
+            return await _table(standing, console)
+
+
+async def _stream(standing: Rig, console: Console) -> None:
+    """Run `paceline run` as a user would, over the relay."""
+    arguments = ["run", PROMPTS[0], "--max-tokens", str(TOKENS), "--show-drafts", "--stats"]
+    console.print(
+        f'\n[bold]$ paceline run[/bold] "{PROMPTS[0]}" --show-drafts   [dim](round trip {RTT_MS:.0f} ms)[/dim]\n'
+    )
+    settings = Settings.load(gateway_url=standing.far_url, api_key=standing.stack.key, model=standing.pair)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "edge_client", *arguments, env=child_environment(settings.environment(), **_terminal())
+    )
+    async with asyncio.timeout(ANSWER_S):
+        code = await process.wait()
+    if code:
+        raise FatalError(f"the edge client ended with code {code}")
+
+
+def _terminal() -> dict[str, str]:
+    """What the child needs to know of the terminal to colour its output."""
+    console = Console()
+    size = {"COLUMNS": str(console.width)}
+    return {**size, "TERM": "xterm-256color"} if console.is_terminal else size
+
+
+async def _table(standing: Rig, console: Console) -> int:
+    plan = Plan(
+        rtts_ms=(RTT_MS,), prompts=PROMPTS[:2], tokens=TOKENS, repeats=1, blocks=(BLOCK,), deep=False, edge=False
+    )
+    console.print("\n[dim]the same prompts, decoded in three ways[/dim]")
+    with console.status("") as status:
+        result = await Comparison(standing, plan, status.update).report()
+    for cell in result["cells"]:
+        console.print(report.table(cell))
+    console.print(report.verdict(result, MODES))
+    return 0

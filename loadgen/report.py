@@ -1,0 +1,106 @@
+"""The JSON and the table of a report (its shape: docs/benchmarks.md)."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+from rich.table import Table
+
+COLUMNS = (
+    ("inter-token", "itl_ms_mean", "{:.1f} ms"),
+    ("p99", "itl_ms_p99", "{:.1f} ms"),
+    ("first token", "ttft_ms_p50", "{:.0f} ms"),
+    ("acceptance", "acceptance", "{:.2f}"),
+    ("tokens/step", "verifier_steps_per_token", "{:.2f}"),
+    ("bytes up/draft", "bytes_up_per_drafted_token", "{:.1f}"),
+    ("bytes down/token", "bytes_down_per_committed_token", "{:.1f}"),
+)
+
+
+def header(started: float) -> dict[str, Any]:
+    """What every report begins with. `started` is time.time()."""
+    return {
+        "command": ["python", "-m", "loadgen", *sys.argv[1:]],
+        "commit": _commit(),
+        "machine": {
+            "cpu": _cpu(),
+            "cores": psutil.cpu_count(logical=True),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        },
+        "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.time() - started, 1),
+    }
+
+
+def write(report: Mapping[str, Any], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(orjson.dumps(_rounded(report), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
+
+
+def table(cell: Mapping[str, Any]) -> Table:
+    """One cell's modes side by side."""
+    simulated = ", simulated" if cell["simulated"] else ""
+    title = f"{cell['pair']}, {cell['rtt_ms']:g} ms round trip, temperature {cell['temperature']:g}{simulated}"
+    grid = Table(title=title, title_justify="left")
+    grid.add_column("mode")
+    for name, _, _ in COLUMNS:
+        grid.add_column(name, justify="right")
+    for name, figures in cell["modes"].items():
+        block = f" (blocks of {figures['g']})" if "g" in figures else ""
+        grid.add_row(name + block, *(_shown(figures, key, form) for _, key, form in COLUMNS))
+    return grid
+
+
+def verdict(report: Mapping[str, Any], names: Sequence[str]) -> str:
+    """One line: are the texts of the modes `names` identical?"""
+    modes = ", ".join(names)
+    if not report["divergences"]:
+        return f"[green]texts of {modes}: identical[/green]"
+    margins = [split["margin"] for split in report["divergences"]]
+    largest = max((margin for margin in margins if margin is not None), default=None)
+    near = "margin unknown" if largest is None else f"largest margin {largest:.2g}"
+    return f"[yellow]texts of {modes}: {len(margins)} differ, each from a near tie on ({near})[/yellow]"
+
+
+def _shown(figures: Mapping[str, Any], key: str, form: str) -> str:
+    value = figures.get(key)
+    if value is not None and key == "verifier_steps_per_token":
+        value = 1 / value if value else None
+    return "-" if value is None else form.format(value)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _commit() -> str:
+    """The commit of the working tree, marked when it is not clean; `unknown` outside of one."""
+    root = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,104 @@
+"""What a report runs on: a stack of its own, a relay for the WAN, and an edge process on the relay's far side."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from edge_client.api import GatewayApi
+from loadgen.edge_process import EdgeProcess, edge_process
+from loadgen.relay import Link, Relay, round_trip
+from paceline import models
+from paceline.settings import Settings
+from paceline.stack import LocalStack, StackOptions
+from paceline.wire import SystemReport
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Rig:
+    """`pair` is the model pair's name, and the model's on the gateway."""
+
+    pair: str
+    stack: LocalStack
+    relay: Relay
+    edge: EdgeProcess
+    simulated: bool = False
+
+    @property
+    def far_url(self) -> str:
+        """The gateway as the edge sees it, through the relay."""
+        return f"http://127.0.0.1:{self.relay.port}"
+
+    async def at_distance(self, rtt_ms: float) -> None:
+        """Shape the link, and link the edge up anew over it."""
+        self.relay.reshape(round_trip(rtt_ms))
+        self.simulated = await self.edge.connect(self.far_url, self.stack.key, self.pair)
+
+    async def system(self) -> SystemReport:
+        """What the policy sees now."""
+        async with aiohttp.ClientSession() as http:
+            return await GatewayApi(http, self.stack.gateway_url, self.stack.key).system()
+
+
+@dataclass(frozen=True)
+class Cores:
+    """CPUs of the edge process and of the verifier; None: wherever the system puts them."""
+
+    edge: int | None
+    verifier: int | None
+
+    @classmethod
+    def apart(cls) -> Cores:
+        """One core each, where the machine has two."""
+        cpus = sorted(os.sched_getaffinity(0))
+        return cls(cpus[0], cpus[1]) if len(cpus) > 1 else cls(None, None)
+
+
+@asynccontextmanager
+async def rig(pair: str, say: Say, *, rtt_ms: float = 0.0) -> AsyncIterator[Rig]:
+    """Everything ready inside, nothing left afterwards; after a failure the logs stay, and `say` tells where."""
+    root = Path(tempfile.mkdtemp(prefix="paceline-loadgen-"))
+    try:
+        async with _standing(pair, root, rtt_ms, say) as standing:
+            yield standing
+    except BaseException:
+        say(f"logs: {root / 'logs'}")
+        raise
+    shutil.rmtree(root)
+
+
+@asynccontextmanager
+async def _standing(pair: str, root: Path, rtt_ms: float, say: Say) -> AsyncIterator[Rig]:
+    settings, cores = Settings.load(model=pair), Cores.apart()
+    simulated = models.pair_named(pair, settings.catalog_file).simulated
+    say("starting NATS, Redis and the six services")
+    async with LocalStack(_options(settings, root, cores, simulated=simulated)) as stack:
+        host, _, port = stack.gateway_url.removeprefix("http://").partition(":")
+        relay = await Relay(host, int(port), round_trip(rtt_ms)).start()
+        try:
+            say("starting the edge and loading its draft model")
+            async with edge_process(settings, root / "logs" / "edge.log", cores.edge) as edge:
+                standing = Rig(pair, stack, relay, edge)
+                await standing.at_distance(rtt_ms)
+                yield standing
+        finally:
+            relay.reshape(Link())
+            await relay.close()
+
+
+def _options(settings: Settings, root: Path, cores: Cores, *, simulated: bool) -> StackOptions:
+    """`settings` for every service but for what the stack gives each by itself."""
+    own = {"instance", "nats_url", "redis_url", "keys_file", "http_port", "health_port", "engine", "api_key"}
+    values = settings.model_dump(exclude=own, exclude_none=True)
+    engine = "simulated" if simulated else "llama"
+    pin = {} if cores.verifier is None else {"verifier": (cores.verifier,)}
+    return StackOptions(root=root, settings={**values, "engine": engine}, pin=pin)

@@ -1,0 +1,94 @@
+"""One hosted session: it follows the verdicts on the bus and sends drafts as any other source does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from paceline import subjects, telemetry
+from paceline.bus import Received, Subscription
+from paceline.drafting import DraftLoop
+from paceline.engine import DraftEngine, Rule
+from paceline.service import Service
+from paceline.wire import Bounds, DraftBlock, HostedOpen, Verdict
+
+log = structlog.get_logger("drafter")
+
+IDLE_S = 60.0
+"""A session whose verdicts stopped coming is given up."""
+INCARNATIONS_PER_S = 10
+"""A drafter that takes a session over this much later has the higher incarnation, whichever process it is."""
+
+
+class HostedSession:
+    """`limit`: longest total length in tokens. `listen`, then `run` until the end of the session."""
+
+    def __init__(self, service: Service, engine: DraftEngine, request: HostedOpen, limit: int) -> None:
+        self._service = service
+        self._request = request
+        self._subscriptions: list[Subscription] = []
+        self._idle: asyncio.Timeout | None = None
+        self._loop = DraftLoop(
+            engine=engine,
+            source="hosted",
+            session=request.session,
+            connection=int(time.time() * INCARNATIONS_PER_S),
+            tokens=request.tokens,
+            rule=Rule(request.sampling, request.seed, request.prompt_length, request.choice),
+            speculation=request.speculation,
+            bounds=Bounds(),
+            limit=limit,
+            send=self._send,
+            repair=self._repair,
+            epoch=request.epoch,
+        )
+
+    async def listen(self) -> None:
+        """Before the batcher is told yes: no verdict from then on is missed."""
+        bus, session = self._service.bus, self._request.session
+        for subject, handler in ((subjects.VERDICT, self._on_verdict), (subjects.HOSTED_STOP, self._on_stop)):
+            self._subscriptions.append(await bus.subscribe(subject.at(session=session), handler, *subject.carries))
+
+    def stop(self) -> None:
+        self._loop.stop()
+
+    async def run(self) -> None:
+        with telemetry.tracer.start_as_current_span(telemetry.SPAN_HOSTED) as span:
+            span.set_attribute(telemetry.ATTR_SESSION, self._request.session)
+            try:
+                await self._follow()
+            finally:
+                span.set_attribute(telemetry.ATTR_DRAFTED, self._loop.stats.sent)
+                span.set_attribute(telemetry.ATTR_ACCEPTED, self._loop.stats.accepted)
+                for subscription in self._subscriptions:
+                    await subscription.close()
+
+    async def _follow(self) -> None:
+        try:
+            async with asyncio.timeout(IDLE_S) as self._idle:
+                await self._loop.run()
+        except TimeoutError:
+            log.info("no verdicts, given up", session=self._request.session, after_s=IDLE_S)
+        stats = self._loop.stats
+        log.debug("session over", session=self._request.session, sent=stats.sent, accepted=stats.accepted)
+
+    async def _on_verdict(self, received: Received) -> None:
+        assert isinstance(received.message, Verdict)
+        if self._idle is not None and not self._idle.expired():
+            self._idle.reschedule(asyncio.get_running_loop().time() + IDLE_S)
+        self._loop.on_verdict(received.message)
+
+    async def _on_stop(self, received: Received) -> None:
+        self._loop.stop()
+
+    async def _send(self, block: DraftBlock) -> None:
+        subject = subjects.DRAFT.at(model=self._request.model, partition=self._request.partition)
+        await self._service.bus.publish(subject, block)
+
+    async def _repair(self, position: int) -> Sequence[int]:
+        """Append comes before the verdict, so what a verdict named is in the store."""
+        record = await self._service.sessions.load(self._request.session)
+        return record.tokens[position:] if record is not None else ()

@@ -1,0 +1,192 @@
+"""/v1/chat/completions and /v1/completions: one session a choice, its verdicts turned into OpenAI's answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from paceline import telemetry
+from paceline.errors import BadRequest, ContextLengthExceeded, NotFound, RequestError
+from paceline.service import Service
+from paceline.tokenizer import Tokenizer
+from paceline.wire import SessionOpen, Verdict
+from services.gateway.answers import Answer, Shape, error_body, failure_error
+from services.gateway.choice_text import ChoiceText, Delta
+from services.gateway.http import as_request_error, body_of, identified, json_response
+from services.gateway.meter import Meter
+from services.gateway.openai_api import Call, Prompt
+from services.gateway.sessions import Live, Sessions
+from services.gateway.stream import ClientGone, EventStream
+from services.gateway.tenants import Keyring
+
+LONG_TEXT = 20_000
+"""Characters beyond which tokenising goes to a thread, so that other streams do not wait for it."""
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The two endpoints; `stopped` is set when streams that still run must end."""
+
+    service: Service
+    sessions: Sessions
+    tokenizer: Tokenizer
+    keyring: Keyring
+    stopped: asyncio.Event
+
+    async def serve(self, request: web.Request, parse: Callable[[bytes], Call], shape: Shape) -> web.StreamResponse:
+        tenant = identified(request, self.keyring)
+        call = parse(await body_of(request))
+        self._check_model(call)
+        await self.sessions.require_components()
+        prompts = await self._tokens(call)
+        openings = self._openings(call, prompts, tenant.name)
+        async with self.sessions.opened(openings) as lives:
+            self.service.metrics.add(telemetry.PROMPT_TOKENS, sum(map(len, prompts)))
+            reply = self._reply(call, prompts, lives, shape)
+            return await (reply.stream(request) if call.stream else reply.whole())
+
+    def _check_model(self, call: Call) -> None:
+        if call.model != self.sessions.model:
+            message = f"the model {call.model!r} is not served here; {self.sessions.model!r} is"
+            raise NotFound(message, code="model_not_found", param="model")
+        size = self.tokenizer.card.vocabulary
+        for token in call.sampling.logit_bias:
+            if not 0 <= token < size:
+                raise BadRequest(f"token id {token} is outside the vocabulary of {size}", param="logit_bias")
+
+    async def _tokens(self, call: Call) -> list[tuple[int, ...]]:
+        """Token ids of each prompt. Raises BadRequest, ContextLengthExceeded."""
+        if call.messages:
+            length = sum(len(message["content"]) for message in call.messages)
+            made = [await _aside(length, lambda: self.tokenizer.chat(call.messages))]
+        else:
+            made = [await _aside(len(prompt), lambda p=prompt: self._prompt(p)) for prompt in call.prompts]  # type: ignore[misc]
+        param = "messages" if call.messages else "prompt"
+        return [self._checked(tuple(tokens), param) for tokens in made]
+
+    def _prompt(self, prompt: Prompt) -> Sequence[int]:
+        """Plain completions may spell control tokens: whoever renders a template by himself needs them."""
+        return prompt if isinstance(prompt, tuple) else self.tokenizer.encode(prompt, special=True)
+
+    def _checked(self, tokens: tuple[int, ...], param: str) -> tuple[int, ...]:
+        card = self.tokenizer.card
+        if not tokens:
+            raise BadRequest("the prompt is empty", param=param, code="empty_prompt")
+        if max(tokens) >= card.vocabulary:
+            raise BadRequest(f"token id {max(tokens)} is outside the vocabulary of {card.vocabulary}", param=param)
+        if len(tokens) >= card.context:
+            message = f"the model's context is {card.context} tokens; this prompt of {len(tokens)} leaves no room"
+            raise ContextLengthExceeded(message, param=param)
+        return tokens
+
+    def _openings(self, call: Call, prompts: Sequence[tuple[int, ...]], tenant: str) -> list[SessionOpen]:
+        card = self.tokenizer.card
+        opening = SessionOpen(
+            model=call.model,
+            fingerprint=card.fingerprint,
+            tokens=(),
+            sampling=replace(call.sampling, end_ids=card.end_ids),
+            stop=call.stop,
+            max_tokens=call.max_tokens,
+            seed=call.seed,
+            logprobs=call.logprobs,
+            speculation=call.speculation,
+            tenant=tenant,
+        )
+        return [replace(opening, tokens=tokens, choice=choice) for tokens in prompts for choice in range(call.n)]
+
+    def _reply(self, call: Call, prompts: Sequence[Sequence[int]], lives: list[Live], shape: Shape) -> Reply:
+        answer = Answer(
+            shape=shape,
+            model=call.model,
+            fingerprint=self.tokenizer.card.fingerprint,
+            created=int(time.time()),
+            scored=call.logprobs is not None,
+            include_usage=call.include_usage,
+        )
+        choices = [ChoiceText(self.tokenizer, call.stop) for _ in lives]
+        return Reply(self, lives, choices, answer, sum(map(len, prompts)))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One call's sessions on their way to its client."""
+
+    owner: Completions
+    lives: list[Live]
+    choices: list[ChoiceText]
+    answer: Answer
+    prompt_tokens: int
+
+    async def whole(self) -> web.Response:
+        parts: list[list[Delta]] = [[] for _ in self.lives]
+        async with aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                parts[index].append(delta)
+        return json_response(self.answer.whole(self.choices, parts, self.prompt_tokens))
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Once headers are out an error can only be told in the stream, which then ends without [DONE]."""
+        async with EventStream(request, self.owner.service.settings.keepalive_s) as stream:
+            try:
+                await self._stream_deltas(stream)
+            except ClientGone:
+                raise
+            except Exception as error:
+                await stream.send(error_body(as_request_error(error, request)))
+        return stream.response
+
+    async def _stream_deltas(self, stream: EventStream) -> None:
+        async with aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                for chunk in self.answer.chunks(index, delta):
+                    await stream.send(chunk)
+        if self.answer.include_usage:
+            await stream.send(self.answer.usage_chunk(self.choices, self.prompt_tokens))
+        await stream.done()
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
+        """Raises what ended a choice without an answer."""
+        meter = Meter(self.owner.service.metrics, time.monotonic)
+        async with aclosing(merged(self.lives, self.owner.stopped)) as verdicts:
+            async for index, verdict in verdicts:
+                if verdict.finish in ("cancelled", "error"):
+                    raise failure_error(verdict.finish, verdict.error)
+                meter.tokens(len(verdict.tokens))
+                yield index, self.choices[index].feed(verdict)
+        meter.end()
+
+
+async def merged(lives: Sequence[Live], stopped: asyncio.Event) -> AsyncGenerator[tuple[int, Verdict]]:
+    """The verdicts of several sessions as they come, each session's in order, until all have finished. Raises what a
+    follower raises, and RequestError when the gateway stops first."""
+    stop: asyncio.Task[object] = asyncio.create_task(stopped.wait(), name="gateway stops")
+    waiting = {_next(live): index for index, live in enumerate(lives)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait([stop, *waiting], return_when=asyncio.FIRST_COMPLETED)
+            if stop in done:
+                raise RequestError("the gateway stopped before the answer was complete", code="stopping")
+            for ready in [task for task in waiting if task in done]:
+                index, verdict = waiting.pop(ready), ready.result()
+                if verdict.finish is None:
+                    waiting[_next(lives[index])] = index
+                yield index, verdict
+    finally:
+        for task in (stop, *waiting):
+            task.cancel()
+        await asyncio.gather(stop, *waiting, return_exceptions=True)
+
+
+def _next(live: Live) -> asyncio.Task[Verdict]:
+    return asyncio.create_task(live.follower.next(), name=f"follow {live.session}")
+
+
+async def _aside(length: int, work: Callable[[], Sequence[int]]) -> Sequence[int]:
+    return await asyncio.to_thread(work) if length > LONG_TEXT else work()

@@ -1,0 +1,107 @@
+"""What the verifier tells of itself: its status on the bus once a second and on a change, readiness, and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import structlog
+
+from paceline import subjects, telemetry
+from paceline.engine import EngineStatus
+from paceline.errors import BusError
+from paceline.model_card import ModelCard
+from paceline.service import Service
+from paceline.wire import VerifierStatus
+from services.verifier.load import Load
+
+log = structlog.get_logger("verifier")
+
+State = Literal["loading", "ready", "draining", "stopped", "failed"]
+STATUS_S = 1.0
+STUCK_S = 10.0
+"""A step that takes longer makes the process not ready, until it ends."""
+
+
+class Reporter:
+    """`engine` gives the engine's status, None while the model loads; `waiting` the batches that wait."""
+
+    def __init__(self, service: Service, card: ModelCard) -> None:
+        self._service = service
+        self._card = card
+        self._changed = asyncio.Event()
+        self.state: State = "loading"
+        self.load = Load(time.monotonic())
+        self.engine: Callable[[], EngineStatus] | None = None
+        self.waiting: Callable[[], int] = lambda: 0
+
+    def enter(self, state: State) -> None:
+        """A new state, told at once."""
+        log.info("state", state=state)
+        self.state = state
+        self._watch()
+        self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            self._changed.clear()
+            self._watch()
+            await self.publish()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), STATUS_S)
+
+    async def publish(self) -> None:
+        try:
+            await self._service.bus.publish(subjects.VERIFIER_STATUS.at(model=self._card.model), self.status())
+        except BusError as error:
+            log.debug("status not sent", error=str(error))
+
+    def step_done(self, items: int, tokens: int, seconds: float) -> None:
+        metrics = self._service.metrics
+        metrics.add(telemetry.VERIFY_STEPS)
+        metrics.observe(telemetry.STEP_ITEMS, items)
+        metrics.observe(telemetry.STEP_TOKENS, tokens)
+        metrics.observe(telemetry.STEP_SECONDS, seconds)
+
+    def _watch(self) -> None:
+        stuck = self.load.running_for(time.monotonic())
+        if self.state == "loading":
+            self._service.set_ready("engine", False, "the model is loading")
+        else:
+            ok = stuck < STUCK_S
+            self._service.set_ready("engine", ok, "" if ok else f"a step has been running for {stuck:.0f} s")
+
+    def status(self) -> VerifierStatus:
+        loading = EngineStatus(
+            engine=self._service.settings.engine, simulated=self._card.simulated, context=self._card.context,
+            cells_total=0, cells_used=0, sessions=0,
+        )  # fmt: skip
+        engine = self.engine() if self.engine is not None else loading
+        self._measure(engine)
+        return VerifierStatus(
+            verifier=self._service.instance,
+            model=self._card.model,
+            fingerprint=self._card.fingerprint,
+            engine=engine.engine,
+            simulated=engine.simulated,
+            state=self.state,
+            context=engine.context,
+            cells_total=engine.cells_total,
+            cells_used=engine.cells_used,
+            sessions=engine.sessions,
+            busy=round(self.load.share(time.monotonic()), 3),
+            queue=self.waiting(),
+            steps=self.load.steps,
+            step_tokens=self.load.step_tokens,
+            step_ms={tokens: round(ms, 3) for tokens, ms in engine.step_ms.items()},
+            t_sent=time.time(),
+        )
+
+    def _measure(self, engine: EngineStatus) -> None:
+        metrics = self._service.metrics
+        metrics.set(telemetry.KV_CELLS, engine.cells_total, state="total")
+        metrics.set(telemetry.KV_CELLS, engine.cells_used, state="used")
+        metrics.set(telemetry.SESSIONS, engine.sessions, state="live")

@@ -1,0 +1,130 @@
+"""Target and draft engines on llama.cpp: one worker thread owns the model, the event loop stays free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+from paceline.engine_batch import BatchEngine
+from paceline.engine_ports import BatchedDraft, BatchedTarget
+from paceline.errors import ModelError
+from paceline.forward_pass import Row
+from paceline.kv_ledger import Ledgers
+from paceline.llama_context import LlamaContext, LlamaModel
+
+T = TypeVar("T")
+
+_TARGET_OUTPUTS = 128
+"""Room for two chains of the longest kind in one pass; llama.cpp sets memory aside for each."""
+
+Progress = Callable[[float], None]
+"""Called in the worker thread with the loaded fraction of the model file, 0 to 1."""
+
+
+class _ThreadRunner:
+    """One thread for everything that touches the model."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def run(self, work: Callable[[], T], tokens: int) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._pool.shutdown)
+
+
+class _LoadedContext(LlamaContext):
+    """A context that closes its model with it."""
+
+    def __init__(self, model: LlamaModel, *, cells: int, sequences: int, threads: int, outputs: int) -> None:
+        self._model = model
+        super().__init__(model, cells=cells, sequences=sequences, threads=threads, outputs=outputs)
+
+    def close(self) -> None:
+        super().close()
+        self._model.close()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to load, and room for how much. outputs: rows of one pass that may want logits."""
+
+    path: Path
+    context: int | None
+    cells: int
+    threads: int
+    sessions: int
+    outputs: int
+    progress: Progress | None
+
+    def load(self) -> tuple[_LoadedContext, int]:
+        """The memory, and the context length that the model was trained for; in the worker thread."""
+        model = LlamaModel(self.path, progress=self.progress)
+        try:
+            if not model.rewinds:
+                raise ModelError(f"{self.path}: the state of this model cannot be rewound, which speculation needs")
+            memory = _LoadedContext(
+                model, cells=self.cells, sequences=self.sessions, threads=self.threads, outputs=self.outputs
+            )
+        except ModelError:
+            model.close()
+            raise
+        memory.decode([Row(0, 0, 0, False)])  # reads the weights once, so that the first session does not wait for it
+        memory.remove(0, 0)
+        return memory, model.context
+
+    async def engine(self, *, merge: bool) -> BatchEngine:
+        runner = _ThreadRunner(f"llama-{self.path.stem}")
+        try:
+            memory, trained = await runner.run(self.load, 0)
+        except BaseException:
+            await runner.close()
+            raise
+        context = min(self.context or trained, trained, self.cells)
+        ledgers = Ledgers(self.cells, self.sessions)
+        return BatchEngine(name="llama", memory=memory, ledgers=ledgers, runner=runner, context=context, merge=merge)
+
+
+class LlamaTarget(BatchedTarget):
+    """The large model."""
+
+    @classmethod
+    async def load(
+        cls,
+        path: Path,
+        *,
+        context: int | None = None,
+        cells: int = 8192,
+        threads: int = 1,
+        max_sessions: int = 32,
+        progress: Progress | None = None,
+    ) -> Self:
+        """context: longest session in tokens (None, or more than the model was trained for: that). cells: KV cells
+        that all sessions share. Raises ModelError."""
+        plan = _Plan(path, context, cells, threads, max_sessions, _TARGET_OUTPUTS, progress)
+        return cls(await plan.engine(merge=False))
+
+
+class LlamaDraft(BatchedDraft):
+    """The small model."""
+
+    @classmethod
+    async def load(
+        cls,
+        path: Path,
+        *,
+        context: int | None = None,
+        cells: int = 4096,
+        threads: int = 1,
+        max_sessions: int = 8,
+        progress: Progress | None = None,
+        share_prefixes: bool = False,
+    ) -> Self:
+        """As LlamaTarget.load. share_prefixes: see BatchedDraft; an edge with one user wants it."""
+        plan = _Plan(path, context, cells, threads, max_sessions, max_sessions, progress)
+        return cls(await plan.engine(merge=True), share_prefixes=share_prefixes)

@@ -1,0 +1,10 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from servers import _nats, _redis, nats_server, own_nats, own_redis, redis_server  # noqa: F401 - fixtures

@@ -1,0 +1,54 @@
+"""What a newcomer runs: the demo on real models, and a comparison on simulated ones."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def loadgen(*arguments: str, timeout_s: float) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "loadgen", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.models
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_demo_streams_an_answer_and_ends_with_a_table() -> None:
+    text = loadgen("demo", timeout_s=280)
+    answer = text.partition("--show-drafts")[2].partition("the same prompts")[0]
+    assert len(answer.split()) >= 40, f"an answer of 64 tokens or more:\n{text}"
+    table = text.partition("the same prompts")[2]
+    for mode in ("cloud", "sync", "paceline"):
+        assert re.search(rf"{mode}\b.* ms ", table), table
+    assert "identical" in table or "near tie" in table
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_comparison_on_simulated_models_gives_identical_texts(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    options = ["--pair", "toy", "--rtt-ms", "20", "--temperature", "0,0.8", "--prompts", "2", "--tokens", "24"]
+    loadgen("compare", *options, "--repeats", "1", "--json", str(file), timeout_s=170)
+    report = orjson.loads(file.read_bytes())
+    assert report["simulated"] is True
+    assert report["identical_text"] is True
+    assert report["divergences"] == []
+    assert [cell["temperature"] for cell in report["cells"]] == [0, 0.8]
+    for cell in report["cells"]:
+        assert set(cell["modes"]) == {"cloud", "sync", "deep", "paceline", "edge"}
+        assert cell["modes"]["sync"]["g"] in (4, 6, 9)
+        assert cell["modes"]["deep"]["acceptance"] > 0
+        assert cell["modes"]["cloud"]["verifier_steps_per_token"] == pytest.approx(1, abs=0.1)
+        assert cell["modes"]["paceline"]["bytes_up_per_drafted_token"] > 0

@@ -1,0 +1,119 @@
+"""Engines for tests, real and simulated behind one face, and plain loops that drive them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.engine import Decided, Failed, Fed, Outcome, Rule, TargetItem
+from paceline.engine_ports import BatchedDraft, BatchedTarget
+from paceline.wire import Sampling
+
+TOLERANCE = 0.15
+"""Largest margin at which a real engine may choose differently in another batch shape (raw logits, T = 0)."""
+
+Wrong = Callable[[int], bool]
+
+
+@dataclass
+class Kit:
+    """What a contract test needs of one kind of engine. `exact`: batch shape does not touch the logits at all."""
+
+    exact: bool
+    make_target: Callable[..., Awaitable[BatchedTarget]]
+    make_draft: Callable[..., Awaitable[BatchedDraft]]
+    encode: Callable[[str], list[int]]
+    opened: list[BatchedTarget | BatchedDraft] = field(default_factory=list)
+
+    async def target(self, **room: int) -> BatchedTarget:
+        target = await self.make_target(**room)
+        self.opened.append(target)
+        return target
+
+    async def draft(self, **room: int) -> BatchedDraft:
+        draft = await self.make_draft(**room)
+        self.opened.append(draft)
+        return draft
+
+    async def close(self) -> None:
+        for engine in self.opened:
+            await engine.close()
+
+
+@dataclass
+class Text:
+    """tokens: the completion; margins: one for each; steps: verify steps that it took."""
+
+    tokens: list[int]
+    margins: list[float]
+    steps: int = 0
+
+
+def rule_for(prompt: Sequence[int], temperature: float = 0.0, **fields: object) -> Rule:
+    return Rule(Sampling(temperature=temperature, **fields), seed=17, prompt_length=len(prompt))
+
+
+async def one(target: BatchedTarget, item: TargetItem) -> Outcome:
+    (outcome,) = await target.step([item])
+    return outcome
+
+
+async def feed(target: BatchedTarget, session: str, tokens: Sequence[int], tenant: str = "t", chunk: int = 256) -> None:
+    """Prefill by chunks."""
+    for start in range(0, len(tokens), chunk):
+        part = tuple(tokens[start : start + chunk])
+        outcome = await one(target, TargetItem(session, tenant, len(tokens), start, part))
+        assert isinstance(outcome, Fed), outcome
+
+
+async def plain(
+    target: BatchedTarget, session: str, prompt: Sequence[int], rule: Rule, length: int, tenant: str = "t"
+) -> Text:
+    return await generate(target, session, prompt, rule, length, tenant=tenant)
+
+
+async def generate(
+    target: BatchedTarget,
+    session: str,
+    prompt: Sequence[int],
+    rule: Rule,
+    length: int,
+    chains: Callable[[list[int]], Sequence[int]] = lambda _: (),
+    tenant: str = "t",
+) -> Text:
+    """`length` tokens after the prompt; `chains` gives the draft after what is committed so far."""
+    await feed(target, session, prompt, tenant)
+    committed, text = list(prompt), Text([], [])
+    while len(text.tokens) < length:
+        draft = tuple(chains(committed))[: length - len(text.tokens) - 1]
+        outcome = await one(target, TargetItem(session, tenant, len(committed), draft=draft, rule=rule))
+        assert isinstance(outcome, Decided), outcome
+        committed += [*draft[: outcome.accepted], outcome.token]
+        text.tokens += [*draft[: outcome.accepted], outcome.token]
+        text.margins += outcome.margins
+        text.steps += 1
+        assert target.held(session) == tuple(committed)
+    return text
+
+
+def drafts_of(text: Sequence[int], prompt: Sequence[int], k: int, wrong: Wrong) -> Callable[[list[int]], list[int]]:
+    """Drafts of k tokens out of a known text, with another token where `wrong` says so of the output position."""
+
+    def chains(committed: list[int]) -> list[int]:
+        start = len(committed) - len(prompt)
+        return [token + wrong(start + i) for i, token in enumerate(text[start : start + k])]
+
+    return chains
+
+
+def assert_same(kit: Kit, found: Text, expected: Text) -> None:
+    """Equal, but for a first difference at a near tie of a real engine."""
+    differs = [i for i, (a, b) in enumerate(zip(found.tokens, expected.tokens, strict=True)) if a != b]
+    if differs:
+        assert not kit.exact
+        assert expected.margins[differs[0]] < TOLERANCE
+
+
+def assert_failed(outcome: Outcome, code: str) -> None:
+    assert isinstance(outcome, Failed)
+    assert outcome.code == code, outcome
