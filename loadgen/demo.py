@@ -66,6 +66,6 @@ async def _table(standing: Rig, console: Console) -> int:
     with console.status("") as status:
         result = await Comparison(standing, plan, status.update).report()
     for cell in result["cells"]:
-        console.print(report.table(cell))
+        console.print(report.table(cell, report.BRIEF))
     console.print(report.verdict(result, MODES))
     return 0

@@ -127,8 +127,9 @@ async def _card(asked: Connect) -> ModelCard:
         return await GatewayApi(http, asked.url, asked.key).card(asked.model)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _say(what: str, done: int = 0, total: int | None = None) -> None:
+    if not done:  # once a stage, not at every per cent
+        print(what, file=sys.stderr, flush=True)
 
 
 async def serve(commands: BinaryIO, replies: BinaryIO) -> None:

@@ -15,14 +15,23 @@ import orjson
 import psutil
 from rich.table import Table
 
-COLUMNS = (
-    ("inter-token", "itl_ms_mean", "{:.1f} ms"),
-    ("p99", "itl_ms_p99", "{:.1f} ms"),
-    ("first token", "ttft_ms_p50", "{:.0f} ms"),
+Column = tuple[str, str, str]
+"""Heading, key of the mode's figures, format. tokens/step is the inverse of its figure."""
+
+BRIEF: tuple[Column, ...] = (
+    ("ms/token", "itl_ms_mean", "{:.1f}"),
+    ("first ms", "ttft_ms_p50", "{:.0f}"),
     ("acceptance", "acceptance", "{:.2f}"),
     ("tokens/step", "verifier_steps_per_token", "{:.2f}"),
-    ("bytes up/draft", "bytes_up_per_drafted_token", "{:.1f}"),
-    ("bytes down/token", "bytes_down_per_committed_token", "{:.1f}"),
+)
+FULL: tuple[Column, ...] = (
+    ("ms/token", "itl_ms_mean", "{:.1f}"),
+    ("p99", "itl_ms_p99", "{:.0f}"),
+    ("first", "ttft_ms_p50", "{:.0f}"),
+    ("accept.", "acceptance", "{:.2f}"),
+    ("tok/step", "verifier_steps_per_token", "{:.2f}"),
+    ("B up", "bytes_up_per_drafted_token", "{:.1f}"),
+    ("B down", "bytes_down_per_committed_token", "{:.1f}"),
 )
 
 
@@ -46,17 +55,17 @@ def write(report: Mapping[str, Any], file: Path) -> None:
     file.write_bytes(orjson.dumps(_rounded(report), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
 
 
-def table(cell: Mapping[str, Any]) -> Table:
+def table(cell: Mapping[str, Any], columns: Sequence[Column] = FULL) -> Table:
     """One cell's modes side by side."""
     simulated = ", simulated" if cell["simulated"] else ""
     title = f"{cell['pair']}, {cell['rtt_ms']:g} ms round trip, temperature {cell['temperature']:g}{simulated}"
     grid = Table(title=title, title_justify="left")
-    grid.add_column("mode")
-    for name, _, _ in COLUMNS:
-        grid.add_column(name, justify="right")
+    grid.add_column("mode", no_wrap=True)
+    for heading, _, _ in columns:
+        grid.add_column(heading, justify="right", no_wrap=True)
     for name, figures in cell["modes"].items():
-        block = f" (blocks of {figures['g']})" if "g" in figures else ""
-        grid.add_row(name + block, *(_shown(figures, key, form) for _, key, form in COLUMNS))
+        block = f", blocks of {figures['g']}" if "g" in figures else ""
+        grid.add_row(name + block, *(_shown(figures, key, form) for _, key, form in columns))
     return grid
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+for _folder in (".", "service", "integration"):
+    sys.path.insert(0, str(Path(__file__).parent / _folder))
 
 from servers import _nats, _redis, nats_server, own_nats, own_redis, redis_server  # noqa: F401 - fixtures

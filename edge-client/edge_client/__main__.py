@@ -14,10 +14,11 @@ from rich.console import Console
 
 from edge_client.cli import app
 from edge_client.interrupts import EXIT_CODE
-from paceline.errors import FatalError, PacelineError, RequestError, Unauthorized, Unavailable
+from paceline.errors import FatalError, ModelError, PacelineError, RequestError, Unauthorized, Unavailable
 
 _HINTS: dict[type[PacelineError], str] = {
     Unauthorized: "the key comes from --key or PACELINE_API_KEY; `python -m services.gateway.keys add` makes one",
+    ModelError: "without drafts from here: --hosted (the cloud drafts too) or --no-speculation",
     Unavailable: "is the gateway running there? --gateway or PACELINE_GATEWAY_URL names another",
 }
 

@@ -142,11 +142,10 @@ class EdgeClient:
             async with asyncio.timeout(ANSWER_WITHIN_S):
                 await asked.answer
         except TimeoutError as error:
-            self._forsake()
             raise Unavailable(f"the gateway gave no answer within {ANSWER_WITHIN_S:.0f} s") from error
-        except asyncio.CancelledError:
-            self._forsake()
-            raise
+        finally:
+            if not asked.answer.done() or asked.answer.cancelled():
+                self._forsake()
 
     def _forsake(self) -> None:
         """Nobody waits for the answer any more, yet it may come and be taken for that of the next opening: a new

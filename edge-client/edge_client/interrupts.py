@@ -48,5 +48,8 @@ class Interrupts:
         if self._session is not None and self._note is not None and first:
             self._note("[ending the answer in the cloud too; Ctrl-C again leaves at once]")
             self._session.cancel()
-        elif self._main is not None:
+            return
+        if self._session is not None:
+            self._session.abandon()
+        if self._main is not None:
             self._main.cancel()

@@ -112,8 +112,12 @@ class EdgeSession:
             self._end("cancelled")
             return
         within = CLOSE_WITHIN_S if self._line.is_up else CLOSE_WITHOUT_LINK_S
-        self._giving_up = asyncio.get_running_loop().call_later(within, self._give_up)
+        self._giving_up = asyncio.get_running_loop().call_later(within, self.abandon)
         self._wake.set()
+
+    def abandon(self) -> None:
+        """End it here at once; the cloud ends it by itself within a minute."""
+        self._end("cancelled", confirmed=False)
 
     def stats(self) -> Stats:
         return self.tally.stats(
@@ -257,9 +261,6 @@ class EdgeSession:
     def _fail(self, error: PacelineError) -> None:
         status, code = (error.status, error.code) if isinstance(error, RequestError) else (500, "internal_error")
         self._end("error", wire.Failure(status=status, code=code, message=str(error)))
-
-    def _give_up(self) -> None:
-        self._end("cancelled", confirmed=False)
 
     def _end(self, finish: str, error: wire.Failure | None = None, *, confirmed: bool = True) -> None:
         if self._over.is_set():

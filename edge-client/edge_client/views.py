@@ -68,9 +68,9 @@ class Stages:
             return
         if self._task is None:
             self._progress.start()
-            self._task = self._progress.add_task(what, total=total, completed=done)
-        else:
-            self._progress.update(self._task, description=what, total=total, completed=done)
+            self._task = self._progress.add_task(what, total=total or 0, completed=done)
+        else:  # rich takes a total of None for "as before"
+            self._progress.update(self._task, description=what, total=total or 0, completed=done)
 
     def stop(self) -> None:
         if self._task is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from paceline.ends import Ends
 from paceline.errors import StaleEpoch
 from paceline.model_card import ModelCard
 from paceline.service import Service
-from paceline.session import Ends, Session
+from paceline.session import Session
 from paceline.store import SessionRecord
 from paceline.subjects import partition_of
 from paceline.tokenizer import Tokenizer

@@ -1,20 +1,20 @@
-"""The batcher: owns the sessions of its partitions, from opening to finish. Everything it decides is elsewhere; here
-messages come in, and modules are told of each other."""
+"""The batcher: owns the sessions of its partitions, from opening to finish. What it decides is decided elsewhere; here
+its parts are put together, told of each other, and given the time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
-import msgspec
 import structlog
 
-from paceline import subjects, telemetry, wire
-from paceline.bus import Received, Subscription
-from paceline.errors import BadRequest, BusError, ModelError, StaleEpoch, StoreError
+from paceline import subjects, wire
+from paceline.bus import Received
+from paceline.errors import BusError, ModelError
 from paceline.model_card import ModelCard
 from paceline.service import Service
 from paceline.session import Commit
@@ -23,11 +23,13 @@ from services.batcher.arrivals import Arrivals
 from services.batcher.commit import Committer
 from services.batcher.directory import Directory
 from services.batcher.dispatch import Dispatcher
+from services.batcher.drafts import DraftDesk
 from services.batcher.hosted import HostedDrafts
 from services.batcher.landing import Landing
 from services.batcher.leases import Leases
-from services.batcher.live import FIRST_BACKOFF_S, Echo, Live, Table
+from services.batcher.live import FIRST_BACKOFF_S, Live, Table
 from services.batcher.overhead import Overhead
+from services.batcher.partitions import Partitions
 from services.batcher.placement import Placement
 from services.batcher.readiness import who_rests
 from services.batcher.reception import Reception
@@ -37,8 +39,8 @@ log = structlog.get_logger("batcher")
 
 TICK_S = 0.1
 HEARTBEAT_S = 1.0
+"""A live session without a verdict for this long gets an empty one: its follower knows that all is well."""
 STATUS_S = 1.0
-RETRY_S = 0.2
 STRANDED_S = 60.0
 """A session that no verifier serves for this long ends with an error."""
 REST_S = 1.0
@@ -73,37 +75,36 @@ class Batcher:
         self.committer = Committer(service.sessions, service.bus, self._model, self)
         self.hosted = HostedDrafts(service, self.table)
         self.reporting = Reporting(service.instance, self._model, service.metrics, self, time.time)
+        self.arrivals = Arrivals(service, self, card)
+        self.reception = Reception(service, self, card)
+        self.drafts = DraftDesk(self, service.metrics)
+        self.partitions = Partitions(service, self, self.reception.on_message, self.drafts.on_draft)
         self.leases = Leases(
             service.leases,
             model=self._model,
             owner=service.instance,
             ttl_s=service.settings.lease_ttl_s,
-            gained=self._gained,
-            lost=self._lost,
-            surplus=lambda partition: self._go(self._hand_over([partition]), f"hand over {partition}"),
+            gained=self.partitions.gained,
+            lost=self.partitions.lost,
+            surplus=self.partitions.surplus,
         )
-        self.arrivals = Arrivals(service, self, card)
-        self.reception = Reception(service, self, card)
-        self._subscriptions: dict[int, list[Subscription]] = {}
         self._announcing = False
-        self._stopped = False
 
-    def _go(self, coroutine: object, name: str) -> None:
-        self._service.spawn(coroutine, name)  # type: ignore[arg-type]
+    def _go(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        self._service.spawn(coroutine, name)
 
     # --- life ---
 
     async def start(self) -> None:
-        bus, model = self._service.bus, self._model
+        bus, model, instance = self._service.bus, self._model, self._service.instance
         bus.on_reconnect(self._bus_back)
-        verifiers, policy = subjects.VERIFIER_STATUS, subjects.POLICY
-        await bus.subscribe(verifiers.at(model=model), self._on_verifier, *verifiers.carries)
-        await bus.subscribe(policy.at(model=model), self._on_policy, *policy.carries)
+        for subject, handler in (
+            (subjects.VERIFIER_STATUS, self._on_verifier),
+            (subjects.POLICY, self._on_policy),
+        ):
+            await bus.subscribe(subject.at(model=model), handler, *subject.carries)
         placements = subjects.PLACEMENTS
-        await bus.subscribe(
-            placements.at(batcher=self._service.instance), self._on_placement_query, *placements.carries
-        )
-        self._service.set_ready("partitions", False, "no partitions leased yet")
+        await bus.subscribe(placements.at(batcher=instance), self._on_placement_query, *placements.carries)
         for name, run in (
             ("commits", self.committer.run),
             ("placements", self.placement.run),
@@ -115,61 +116,14 @@ class Batcher:
 
     async def stop(self) -> None:
         """Hand every partition over: steps under way are committed, nothing new begins."""
-        self._stopped = True
-        await self.leases.leave()
-        await self._hand_over(list(self.leases.held))
+        await self.partitions.stop()
 
-    # --- partitions ---
+    def _bus_back(self) -> None:
+        """What was under way may be lost, ours and everybody's: dispatch again, and let followers see their gaps."""
+        self.dispatcher.bus_back()
+        self._go(self._announce(list(self.table)), "announce")
 
-    def _gained(self, partition: int, epoch: int) -> None:
-        self._go(self._take(partition, epoch), f"take {partition}")
-
-    async def _take(self, partition: int, epoch: int) -> None:
-        """Listen, then go on with the sessions that are there; again and again while the partition is ours."""
-        while self.leases.epoch(partition) == epoch and not self._stopped:
-            try:
-                if partition not in self._subscriptions:
-                    await self._listen(partition, epoch)
-                await self.arrivals.recover(partition, epoch)
-            except (StoreError, StaleEpoch, BusError) as error:
-                log.warning("partition not taken yet", partition=partition, error=str(error))
-                await asyncio.sleep(RETRY_S)
-            else:
-                break
-        self._service.set_ready("partitions", bool(self._subscriptions), "no partitions leased")
-
-    async def _listen(self, partition: int, epoch: int) -> None:
-        bus, made = self._service.bus, []
-        for kind, handler in ((subjects.SESSION, self.reception.on_message), (subjects.DRAFT, self._on_draft)):
-            subject = kind.at(model=self._model, partition=partition)
-            made.append(await bus.subscribe(subject, handler, *kind.carries))
-        if self.leases.epoch(partition) == epoch and partition not in self._subscriptions:
-            self._subscriptions[partition] = made
-        else:
-            await _close(made)
-
-    def _lost(self, partition: int) -> None:
-        """Somebody else has it, or nobody: its sessions are none of our business from here on, and nothing is said."""
-        log.info("partition lost", partition=partition)
-        for live in self.table.of(partition):
-            self.overtaken(live)
-        subscriptions = self._subscriptions.pop(partition, [])
-        self._go(_close(subscriptions), f"close {partition}")
-
-    async def _hand_over(self, partitions: list[int]) -> None:
-        """Let steps under way end, store what they decided, then let go: the next owner starts where we stopped."""
-        for partition in partitions:
-            await _close(self._subscriptions.pop(partition, []))
-        lives = [live for partition in partitions for live in self.table.of(partition)]
-        for live in lives:
-            live.leaving = True
-        await self.dispatcher.settled(lives)
-        await self.committer.flushed(lives)
-        for live in lives:
-            self.overtaken(live)
-        await self.leases.give(partitions)
-
-    # --- what comes in ---
+    # --- what comes in besides sessions and drafts ---
 
     async def _on_verifier(self, received: Received) -> None:
         assert isinstance(received.message, wire.VerifierStatus)
@@ -190,52 +144,6 @@ class Batcher:
         sessions = tuple(live.id for live in self.table.on(received.message.verifier) if live.session.finish is None)
         if received.respond is not None:
             await received.respond(wire.PlacementList(batcher=self._service.instance, sessions=sessions))
-
-    async def _on_draft(self, received: Received) -> None:
-        """The hot path: a block that can be verified now leads to a step in the same turn of the event loop."""
-        assert isinstance(received.message, wire.DraftBlock)
-        block = received.message
-        live = self.table.get(block.session)
-        if live is None:
-            return
-        try:
-            offer = live.session.offer(block)
-        except BadRequest as error:
-            self._refuse(live, block, error)
-            return
-        if offer.ignored:
-            return
-        now = time.monotonic()
-        self._count(block, offer)
-        if block.source == live.main_source:
-            idle = live.ticket is None and self.dispatcher.idle(live.verifier)
-            live.echo = Echo(block.t_sent, now, block.t_received if idle else 0.0)
-        if block.source == "hosted":
-            self.hosted.block_came(live)
-        if offer.attached:
-            live.patience.block_came(now)
-            self.dispatcher.kick()
-        if offer.gap:
-            await self.committer.announce(live)
-
-    def _refuse(self, live: Live, block: wire.DraftBlock, error: BadRequest) -> None:
-        nodes = sum(len(chain.tokens) for chain in block.chains)
-        log.info("draft block refused", session=live.id, source=block.source, code=error.code, error=error.message)
-        self._service.metrics.add(telemetry.DROPPED_TOKENS, nodes, reason="refused")
-        counters = live.session.counters
-        live.session.counters = msgspec.structs.replace(counters, refused=counters.refused + nodes)
-
-    def _count(self, block: wire.DraftBlock, offer: object) -> None:
-        metrics = self._service.metrics
-        metrics.add(telemetry.DRAFTED_TOKENS, sum(len(chain.tokens) for chain in block.chains), source=block.source)
-        for reason in ("stale", "duplicate", "overflow"):
-            if dropped := getattr(offer, reason):
-                metrics.add(telemetry.DROPPED_TOKENS, dropped, reason=reason)
-
-    def _bus_back(self) -> None:
-        """What was under way may be lost, ours and everybody's: dispatch again, and let followers see their gaps."""
-        self.dispatcher.bus_back()
-        self._go(self._announce(list(self.table)), "announce")
 
     # --- what time brings ---
 
@@ -262,7 +170,7 @@ class Batcher:
         elif (state == "parked") != live.session.parked:
             live.session.parked = state == "parked"
             live.patience.pause()
-        if live.stranded_since is not None and now - live.stranded_since > STRANDED_S:
+        if live.stranded_since is not None and now - live.stranded_since > STRANDED_S and live.session.finish is None:
             self.commit(live, live.session.fail(NO_VERIFIER), None)
 
     async def _announce(self, lives: list[Live]) -> None:
@@ -280,15 +188,18 @@ class Batcher:
                 await self._service.bus.publish(subjects.BATCHER_STATUS.at(model=self._model), status)
             await asyncio.sleep(STATUS_S)
 
-    # --- the protocols of its parts ---
+    # --- sessions: the protocols of its parts ---
 
     def enter(self, live: Live) -> None:
         """A session begins, or goes on, here."""
+        now = time.monotonic()
         self.table.add(live)
-        self.placement.place(live, time.monotonic())
+        self.placement.place(live, now)
+        self.hosted.look(live, now)
         self.dispatcher.kick()
 
     def present(self, live: Live) -> None:
+        """Its client is there: it may run."""
         live.session.parked = False
         live.patience.pause()
         self.dispatcher.kick()
@@ -305,12 +216,14 @@ class Batcher:
         """`under_way`: a step of the session still runs at the verifier, which lets its KV go when that is over."""
         live.committed_now(commit, timing)
         self.committer.put(live)
-        if live.wants_hosted:
-            self.hosted.committed(live, time.monotonic())
+        self.hosted.committed(live, time.monotonic())
         if commit.finish is not None:
             self.hosted.stop(live)
             if not under_way and live.verifier is not None:
                 self.release(live, live.verifier)
+
+    def reading(self, live: Live) -> None:
+        self._go(self.committer.announce(live), "reading")
 
     def release(self, live: Live, verifier: str) -> None:
         self.placement.release(live, verifier)
@@ -330,6 +243,7 @@ class Batcher:
         self.leases.hurry()
 
     def confirmed(self, live: Live) -> None:
+        """The store has more of it, so it may have become runnable."""
         self.dispatcher.kick()
 
     def finished(self, live: Live, last: wire.Verdict) -> None:
@@ -343,21 +257,23 @@ class Batcher:
         self._forget(live)
         self.leases.hurry()
 
+    def rewritten(self, live: Live) -> None:
+        live.ticket = None
+        self.dispatcher.kick()
+
     def _forget(self, live: Live) -> None:
         if self.table.get(live.id) is live:
             self.reporting.ended(live)
             self.table.remove(live)
 
-    def rewritten(self, live: Live) -> None:
-        live.ticket = None
-        self.dispatcher.kick()
+    # --- facts for the status ---
 
     @property
     def window_cap(self) -> int | None:
         return self.directory.window_cap
 
     @property
-    def partitions(self) -> int:
+    def partition_count(self) -> int:
         return len(self.leases.held)
 
     def load(self) -> dict[str, int]:
@@ -368,12 +284,6 @@ class Batcher:
 
     def overhead_ms_p50(self) -> float:
         return self.overhead.p50_ms()
-
-
-async def _close(subscriptions: list[Subscription]) -> None:
-    for subscription in subscriptions:
-        with contextlib.suppress(BusError):
-            await subscription.close()
 
 
 @asynccontextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.wire import History, VerifyItem, VerifyOutcome
-from services.batcher.live import Live, PrefixHash, Ticket
+from paceline.wire import History, VerifyItem, VerifyOutcome, prefix_hash
+from services.batcher.live import Live, Ticket
 from services.batcher.schedule import Share
 
 
@@ -17,8 +17,8 @@ def ticket_of(live: Live, share: Share) -> Ticket:
 
 
 def item_of(ticket: Ticket) -> VerifyItem:
-    """A decision at the tip, with what is missing of the history before it; or a chunk of history alone, whose `at` and
-    hash are those of its end."""
+    """A decision at the tip, with what is missing of the history before it; or a chunk of history alone, whose `at` is
+    its end and whose hash is that of what comes before it."""
     live, plan = ticket.live, ticket.plan
     session, record = live.session, live.session.record
     start = live.fed
@@ -30,7 +30,7 @@ def item_of(ticket: Ticket) -> VerifyItem:
         epoch=session.epoch,
         at=at,
         prompt_length=record.prompt_length,
-        prefix_hash=live.prefix.hex() if at == session.tip else PrefixHash(session.committed[:at]).hex(),
+        prefix_hash=live.prefix.hex() if plan is not None else prefix_hash(session.committed[:start]),
         seed=record.seed,
         sampling=record.opened.sampling,
         choice=record.opened.choice,

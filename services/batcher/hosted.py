@@ -32,10 +32,11 @@ class HostedDrafts:
 
     def tick(self, now: float) -> None:
         for live in self._table:
-            if live.wants_hosted and not live.session.parked and not live.leaving:
-                self._look(live, now)
+            self.look(live, now)
 
-    def _look(self, live: Live, now: float) -> None:
+    def look(self, live: Live, now: float) -> None:
+        if not live.wants_hosted or live.session.parked or live.leaving:
+            return
         if live.hosted_open and live.hosted_unanswered is not None and now - live.hosted_unanswered > SILENT_S:
             log.info("hosted drafter is silent", session=live.id)
             self._failed(live, now, "timeout")
@@ -48,7 +49,7 @@ class HostedDrafts:
         live.hosted_open, live.hosted_unanswered, live.hosted_pause_s = True, None, 0.0
 
     def committed(self, live: Live, now: float) -> None:
-        if live.hosted_unanswered is None:
+        if live.wants_hosted and live.hosted_unanswered is None:
             live.hosted_unanswered = now
 
     def stop(self, live: Live) -> None:

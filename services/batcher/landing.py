@@ -34,6 +34,9 @@ class Outlet(Protocol):
 
     def commit(self, live: Live, commit: Commit, timing: Timing | None) -> None: ...
 
+    def reading(self, live: Live) -> None:
+        """A chunk of its prompt went in."""
+
     def release(self, live: Live, verifier: str) -> None:
         """Tell the verifier that the session's KV may go."""
 
@@ -120,6 +123,8 @@ class Landing:
         if length > live.fed:
             live.succeeded(self._clock())
         _believe(ticket, length)
+        if live.session.completion == 0:
+            self._outlet.reading(live)
 
     def _decided(self, ticket: Ticket, plan: Plan, outcome: VerifyOutcome, result: VerifyResult, now: float) -> None:
         live = ticket.live

@@ -207,6 +207,7 @@ class Live:
             error=commit.error,
             timing=pending.timing if pending is not None else None,
             window_cap=cap,
+            fed=min(self.fed, self.durable) if pending is None and session.completion == 0 else None,
         )
 
 

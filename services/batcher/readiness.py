@@ -47,11 +47,11 @@ def chain_limit(live: Live, directory: Directory) -> int:
 
 
 def who_rests(waiting: Live, others: Iterable[Live]) -> Live | None:
-    """KV cells are short, and `waiting` has had none for long: who gives up its own? The one that has run longest; where
-    all wait (each holds a part of what the others need), the one that holds most. None while another one has waited
-    longer: one at a time."""
+    """KV cells are short, and `waiting` has had none for long: who gives up its own? The one that has run longest;
+    where all wait (each holds a part of what the others need), the one that holds most. None while another one has
+    waited longer: one at a time."""
     since = waiting.room_wanted_since or 0.0
-    rivals = [other for other in others if other.session.finish is None and other.fed and other.ticket is None]
+    rivals = [other for other in others if other.session.finish is None and other.fed]
     if any(other.room_wanted_since is not None and other.room_wanted_since < since for other in rivals):
         return None
     running = [other for other in rivals if other.room_wanted_since is None and other.running_since is not None]

@@ -17,7 +17,7 @@ class Facts(Protocol):
     """Where the numbers come from."""
 
     @property
-    def partitions(self) -> int: ...
+    def partition_count(self) -> int: ...
 
     def load(self) -> dict[str, int]: ...
 
@@ -65,7 +65,7 @@ class Reporting:
             sessions=len(lives),
             parked=parked,
             waiting=waiting,
-            partitions=self._facts.partitions,
+            partitions=self._facts.partition_count,
             **{name: total[name] for name in FIELDS},
             placements=self._facts.load(),
             overhead_ms_p50=self._facts.overhead_ms_p50(),
@@ -75,4 +75,4 @@ class Reporting:
     def _gauges(self, live: int, parked: int, waiting: int) -> None:
         for state, value in (("live", live), ("parked", parked), ("waiting", waiting)):
             self._metrics.set(telemetry.SESSIONS, value, state=state)
-        self._metrics.set(telemetry.PARTITIONS, self._facts.partitions)
+        self._metrics.set(telemetry.PARTITIONS, self._facts.partition_count)

@@ -76,7 +76,10 @@ class Drafter:
         elif len(self._sessions) >= self._service.settings.max_sessions:
             raise Overloaded(f"drafter {self._service.instance} has {len(self._sessions)} sessions, its limit")
         session = HostedSession(self._service, self._engine, request, self._card.context)
-        await session.listen()
+        try:
+            await session.listen()
+        except BusError as error:
+            raise Unavailable(f"drafter {self._service.instance} cannot listen: {error}") from error
         self._sessions[request.session] = session
         self._service.spawn(self._run(request.session, session), f"hosted {request.session}")
 

@@ -12,6 +12,7 @@ from paceline import subjects, telemetry
 from paceline.bus import Received, Subscription
 from paceline.drafting import DraftLoop
 from paceline.engine import DraftEngine, Rule
+from paceline.errors import BusError
 from paceline.service import Service
 from paceline.wire import Bounds, DraftBlock, HostedOpen, Verdict
 
@@ -47,10 +48,19 @@ class HostedSession:
         )
 
     async def listen(self) -> None:
-        """Before the batcher is told yes: no verdict from then on is missed."""
+        """Before the batcher is told yes: no verdict from then on is missed. Raises BusError, listening to nothing."""
         bus, session = self._service.bus, self._request.session
-        for subject, handler in ((subjects.VERDICT, self._on_verdict), (subjects.HOSTED_STOP, self._on_stop)):
-            self._subscriptions.append(await bus.subscribe(subject.at(session=session), handler, *subject.carries))
+        try:
+            for subject, handler in ((subjects.VERDICT, self._on_verdict), (subjects.HOSTED_STOP, self._on_stop)):
+                self._subscriptions.append(await bus.subscribe(subject.at(session=session), handler, *subject.carries))
+        except BusError:
+            await self._deafen()
+            raise
+
+    async def _deafen(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.close()
+        self._subscriptions.clear()
 
     def stop(self) -> None:
         self._loop.stop()
@@ -63,8 +73,7 @@ class HostedSession:
             finally:
                 span.set_attribute(telemetry.ATTR_DRAFTED, self._loop.stats.sent)
                 span.set_attribute(telemetry.ATTR_ACCEPTED, self._loop.stats.accepted)
-                for subscription in self._subscriptions:
-                    await subscription.close()
+                await self._deafen()
 
     async def _follow(self) -> None:
         try:

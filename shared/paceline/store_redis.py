@@ -12,17 +12,17 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import structlog
 from redis import asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
-from paceline import keys, wire
+from paceline import keys
 from paceline import store_scripts as scripts
 from paceline.errors import Conflict, NotFound, StaleEpoch, StoreError
 from paceline.store import Append, Appended, Rejected, SessionRecord
+from paceline.store_record import appended, encoded, pack, record_of, static_of
 from paceline.subjects import partition_of, token
 from paceline.telemetry import STORE_ERRORS, STORE_SECONDS, Metrics
 
@@ -33,18 +33,6 @@ OPERATION_S = 0.9
 CONNECT_S = 0.5
 CONNECTIONS = 32
 _SESSION_KEYS = (keys.SESSION, keys.TOKENS, keys.KINDS, keys.LOGPROBS, keys.CONNECTION, keys.PLACEMENT)
-
-
-class Static(msgspec.Struct, frozen=True):
-    """What never changes in a session's record, as JSON in the hash."""
-
-    tenant: str
-    opened: wire.SessionOpen
-    secret: str
-    seed: int
-    prompt_length: int
-    max_tokens: int
-    created: float
 
 
 class _Script:
@@ -106,37 +94,28 @@ class RedisStore:
     # --- sessions ---
 
     async def create(self, record: SessionRecord) -> None:
-        static = Static(
-            record.tenant,
-            record.opened,
-            record.secret,
-            record.seed,
-            record.prompt_length,
-            record.max_tokens,
-            record.created,
-        )
         names = [
             *(key.at(session=record.session) for key in _SESSION_KEYS[:3]),
             keys.CONNECTION.at(session=record.session),
         ]
         arguments = [
-            record.session, record.secret, _json(static), record.epoch, record.prompt_length, _json(record.counters),
-            pack(record.tokens), record.kinds, record.connection, keys.LIVE_TTL_S,
+            record.session, record.secret, encoded(static_of(record)), record.epoch, record.prompt_length,
+            encoded(record.counters), pack(record.tokens), record.kinds, record.connection, keys.LIVE_TTL_S,
         ]  # fmt: skip
         live = _live_key(record.opened.model, record.session)
         if await self._one("create", _CREATE, [*names, live], arguments) == b"other":
             raise Conflict(f"session {record.session} exists already")
 
     async def load(self, session: str) -> SessionRecord | None:
-        return _record(session, await self._one("load", _LOAD, _names(session), [""]))
+        return record_of(session, await self._one("load", _LOAD, _names(session), [""]))
 
     async def append(self, appends: Sequence[Append]) -> list[Appended | Rejected]:
         if not appends:
             return []
-        return [_appended(answer) for answer in await self._many("append", [_append_call(item) for item in appends])]
+        return [appended(answer) for answer in await self._many("append", [_append_call(item) for item in appends])]
 
     async def adopt(self, session: str, epoch: int) -> SessionRecord | None:
-        return _record(session, await self._one("adopt", _LOAD, _names(session), [epoch]))
+        return record_of(session, await self._one("adopt", _LOAD, _names(session), [epoch]))
 
     async def next_connection(self, session: str) -> int:
         names = [keys.SESSION.at(session=session), keys.CONNECTION.at(session=session)]
@@ -255,15 +234,6 @@ class RedisStore:
             self._metrics.add(STORE_ERRORS)
 
 
-def pack(tokens: Sequence[int]) -> bytes:
-    """uint32, little-endian."""
-    return b"".join(item.to_bytes(4, "little") for item in tokens)
-
-
-def unpack(data: bytes) -> tuple[int, ...]:
-    return tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
-
-
 async def _awaited(value: Awaitable[Any] | Any) -> Any:
     """redis-py types its commands as awaitable or not; ours always are."""
     return await value
@@ -277,46 +247,9 @@ def _live_key(model: str, session: str) -> str:
     return keys.LIVE.at(model=token(model), partition=partition_of(session))
 
 
-def _json(value: Any) -> bytes:
-    return msgspec.json.encode(value)
-
-
 def _append_call(item: Append) -> _Call:
     arguments = [
-        item.session, item.epoch, item.at, pack(item.tokens), item.kinds, _json(item.counters), item.finish or "",
-        keys.LIVE_TTL_S, keys.FINISHED_TTL_S, *(_json(entry) for entry in item.logprobs or ()),
+        item.session, item.epoch, item.at, pack(item.tokens), item.kinds, encoded(item.counters), item.finish or "",
+        keys.LIVE_TTL_S, keys.FINISHED_TTL_S, *(encoded(entry) for entry in item.logprobs or ()),
     ]  # fmt: skip
     return _APPEND, [*_names(item.session), _live_key(item.model, item.session)], arguments
-
-
-def _appended(answer: list[Any]) -> Appended | Rejected:
-    if answer[0] == b"ok":
-        return Appended(unpack(answer[1]), answer[2].decode(), answer[3].decode() or None)
-    return Rejected(answer[0].decode(), int(answer[1]), int(answer[2]))
-
-
-def _record(session: str, answer: list[Any]) -> SessionRecord | None:
-    if not answer:
-        return None
-    if answer[0] == b"stale_epoch":
-        raise StaleEpoch(f"session {session} is at epoch {int(answer[1])}")
-    _, static, epoch, counters, finish, tokens, kinds, logprobs, connection, verifier = answer
-    fixed = msgspec.json.decode(static, type=Static)
-    return SessionRecord(
-        session=session,
-        tenant=fixed.tenant,
-        opened=fixed.opened,
-        secret=fixed.secret,
-        seed=fixed.seed,
-        prompt_length=fixed.prompt_length,
-        max_tokens=fixed.max_tokens,
-        epoch=int(epoch),
-        tokens=unpack(tokens or b""),
-        kinds=(kinds or b"").decode(),
-        logprobs=tuple(msgspec.json.decode(entry, type=wire.LogprobEntry) for entry in logprobs),
-        counters=msgspec.json.decode(counters, type=wire.Counters),
-        finish=finish.decode() or None,
-        connection=int(connection),
-        verifier=verifier.decode() or None,
-        created=fixed.created,
-    )

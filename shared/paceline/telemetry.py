@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -186,6 +187,8 @@ def _closed(metric: Metric, labels: Mapping[str, str]) -> dict[str, str]:
 
 # --- traces ---
 
+END_S = 4.0
+
 _propagator = TraceContextTextMapPropagator()
 """W3C trace context only: baggage from outside is not read and not handed on."""
 tracer = trace.get_tracer("paceline")
@@ -220,7 +223,8 @@ def links(all_headers: list[Mapping[str, str]]) -> list[trace.Link]:
 
 
 def start_tracing(service: str, instance: str, endpoint: str | None) -> Callable[[], None]:
-    """Export spans to an OTLP/HTTP collector when there is an endpoint. Returns what ends it, bounded to 5 s."""
+    """Export spans to an OTLP/HTTP collector when there is an endpoint. Returns what ends it, within END_S even when
+    the collector is away (its exporter would go on trying for half a minute)."""
     if endpoint is None:
         return lambda: None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -233,8 +237,9 @@ def start_tracing(service: str, instance: str, endpoint: str | None) -> Callable
     trace.set_tracer_provider(provider)
 
     def stop() -> None:
-        processor.force_flush(3000)
-        processor.shutdown()  # type: ignore[no-untyped-call]
+        ending = threading.Thread(target=processor.shutdown, name="end tracing", daemon=True)
+        ending.start()
+        ending.join(END_S)
 
     return stop
 
@@ -257,6 +262,7 @@ def start_logs(service: str, instance: str, level: str, as_json: bool) -> None:
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
+    handler.addFilter(_Rarely("opentelemetry"))
     logging.basicConfig(handlers=[handler], level=number, force=True)
     for noisy in ("nats", "aiohttp.access", "opentelemetry", "asyncio"):
         logging.getLogger(noisy).setLevel(max(number, logging.WARNING))
@@ -267,6 +273,24 @@ def start_logs(service: str, instance: str, level: str, as_json: bool) -> None:
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(service=service, instance=instance)
+
+
+class _Rarely(logging.Filter):
+    """Lets one record of a chatty library through in EVERY_S: an exporter complains once a span."""
+
+    EVERY_S = 60.0
+
+    def __init__(self, library: str) -> None:
+        super().__init__()
+        self._library = library
+        self._last = -self.EVERY_S
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith(self._library):
+            return True
+        due = record.created - self._last >= self.EVERY_S
+        self._last = record.created if due else self._last
+        return due
 
 
 def _exceptions(as_json: bool) -> list[Any]:

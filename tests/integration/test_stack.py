@@ -45,12 +45,11 @@ async def chat(stack: LocalStack, within_s: float = 0.0) -> str:
                 return str(json.loads(text)["choices"][0]["message"]["content"])
             assert answer.status == 503, text
             assert time.monotonic() < deadline, text
-            print(time.monotonic(), text)
             await asyncio.sleep(0.1)
 
 
 async def test_everything_comes_up_serves_and_goes_down(stack: LocalStack) -> None:
-    text = await chat(stack)
+    text = await chat(stack, within_s=10)
     assert text
     state = read_state(stack.root)
     assert state is not None
@@ -68,15 +67,17 @@ async def test_everything_comes_up_serves_and_goes_down(stack: LocalStack) -> No
 
 
 async def test_servers_and_services_can_be_killed_frozen_and_started_again(stack: LocalStack) -> None:
-    text = await chat(stack)
+    text = await chat(stack, within_s=10)
     for name in ("nats", "redis", "verifier", "batcher", "gateway"):
         await stack.restart(name, kill=True)
         assert not stack.child(name).tail().startswith("Traceback")
         await stack.child("gateway").wait_ready(30)
-        print(name, time.monotonic())
         assert await chat(stack, within_s=10) == text
     with stack.frozen("verifier"):
-        assert psutil.Process(stack.child("verifier").pid).status() == psutil.STATUS_STOPPED
+        process = psutil.Process(stack.child("verifier").pid)
+        async with asyncio.timeout(5):
+            while process.status() != psutil.STATUS_STOPPED:
+                await asyncio.sleep(0.01)
     assert await stack.stop("policy") == 0
     await stack.add("verifier")
     assert stack.child("verifier-1").running

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from paceline import subjects
 from paceline.bus import Received
 from paceline.bus_memory import MemoryBus
@@ -47,7 +49,9 @@ WORLD = World()
 
 
 @cache
-def plain_text(prompt: tuple[int, ...] = PROMPT, count: int = 40, temperature: float = 0.0, seed: int = 7) -> tuple[int, ...]:
+def plain_text(
+    prompt: tuple[int, ...] = PROMPT, count: int = 40, temperature: float = 0.0, seed: int = 7
+) -> tuple[int, ...]:
     """`count` tokens by plain decoding, one step each."""
 
     async def decode() -> tuple[int, ...]:
@@ -141,7 +145,7 @@ class Stack:
 
     async def kill_batcher(self, batcher: Batcher) -> None:
         """As by SIGKILL."""
-        for subscriber in [one for some in batcher._subscriptions.values() for one in some]:
+        for subscriber in [one for some in batcher.partitions.listening.values() for one in some]:
             await self._vanish(subscriber)
         await batcher._service.stop()
 
@@ -151,8 +155,10 @@ class Stack:
 
     async def ready(self, batcher: Batcher | None = None, verifiers: int = 1) -> None:
         chosen = batcher or self.batcher
-        await soon(lambda: len(chosen.directory.serving(time.monotonic())) >= verifiers and bool(chosen._subscriptions))
-        await soon(lambda: len(chosen._subscriptions) == len(chosen.leases.held))
+        await soon(
+            lambda: len(chosen.directory.serving(time.monotonic())) >= verifiers and bool(chosen.partitions.listening)
+        )
+        await soon(lambda: len(chosen.partitions.listening) == len(chosen.leases.held))
 
     def client(self, **opening: Any) -> Client:
         return Client(self, **opening)
@@ -197,12 +203,12 @@ class Client:
         return subjects.SESSION.at(model="toy", partition=self.partition)
 
     def opening(self, **changes: Any) -> SessionOpen:
-        values = dict(
-            model="toy", fingerprint=CARD.fingerprint, tokens=self.prompt, sampling=Sampling(temperature=self.temperature),
-            stop=self.stop, max_tokens=self.max_tokens, seed=self.seed, speculation=self.speculation,
-            session=self.session, tenant=self.tenant, logprobs=self.logprobs,
+        opening = SessionOpen(
+            model="toy", fingerprint=CARD.fingerprint, tokens=self.prompt, seed=self.seed,
+            sampling=Sampling(temperature=self.temperature), stop=self.stop, max_tokens=self.max_tokens,
+            speculation=self.speculation, session=self.session, tenant=self.tenant, logprobs=self.logprobs,
         )  # fmt: skip
-        return SessionOpen(**{**values, **changes})
+        return msgspec.structs.replace(opening, **changes)
 
     async def open(self, **changes: Any) -> Client:
         await self.listen()
@@ -224,11 +230,12 @@ class Client:
     async def resume(self, **changes: Any) -> SessionOpened:
         assert self.opened is not None
         position = len(self.prompt) + len(self.tokens)
-        values = dict(
+        message = SessionResume(
             session=self.session, secret=self.opened.secret, position=position, prefix_hash=self.hash_at(position),
             tenant=self.tenant,
         )  # fmt: skip
-        answer = await self.stack.bus.request(self.subject(), SessionResume(**{**values, **changes}), timeout_s=3)
+        message = msgspec.structs.replace(message, **changes)
+        answer = await self.stack.bus.request(self.subject(), message, timeout_s=3)
         assert isinstance(answer, SessionOpened)
         self.opened = answer
         return answer
@@ -343,8 +350,8 @@ class Drafter:
 
     async def _send(self, tokens: Sequence[int]) -> None:
         position = len(self.client.prompt) + self.sent
-        place = {"at": position} if self.rerooted else {"after": self.next_node - 1}
-        chain = Chain(first=self.next_node, position=position, tokens=tuple(tokens), **place)
+        at, after = (position, None) if self.rerooted else (None, self.next_node - 1)
+        chain = Chain(first=self.next_node, position=position, tokens=tuple(tokens), at=at, after=after)
         await send_block(self.client, chain, incarnation=self.incarnation, source=self.source)
         self.next_node += len(tokens)
         self.sent += len(tokens)
@@ -361,7 +368,9 @@ async def send_block(client: Client, *chains: Chain, incarnation: int = 1, sourc
 
 
 @asynccontextmanager
-async def stack(*, batcher: bool = True, verifiers: int = 1, engine: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Stack]:
+async def stack(
+    *, batcher: bool = True, verifiers: int = 1, engine: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Stack]:
     """A batcher `b1` and verifiers `v1`, `v2`, ... that are ready."""
     values = {"model": "toy", "engine": "simulated", "lease_ttl_s": 0.6, "presence_ttl_s": 0.5, **settings}
     metrics = Metrics()

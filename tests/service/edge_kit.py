@@ -7,7 +7,6 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -142,6 +141,8 @@ class ScriptedGateway:
         self.awake.set()
         self.deaf = False
         """Hangs up on every new connection."""
+        self.ping_s = 0.0
+        """Ping this often; 0: never."""
         self.card_requests = 0
         self.answer_close = True
         self.changed = asyncio.Event()
@@ -208,10 +209,20 @@ class ScriptedGateway:
             await socket.close()
             return socket
         self.sockets.append((socket, request))
-        async for frame in socket:
-            await self.awake.wait()
-            await self._take(socket, decode_wan(frame.data.encode()))
+        pinging = asyncio.create_task(self._ping(socket))
+        try:
+            async for frame in socket:
+                await self.awake.wait()
+                await self._take(socket, decode_wan(frame.data.encode()))
+        finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
         return socket
+
+    async def _ping(self, socket: web.WebSocketResponse) -> None:
+        while self.ping_s:
+            await asyncio.sleep(self.ping_s)
+            await _send(socket, wire.Ping(t_sent=0))
 
     async def _take(self, socket: web.WebSocketResponse, message: wire.Message) -> None:
         if isinstance(message, wire.Hello):
@@ -331,9 +342,3 @@ async def scripted_gateway() -> AsyncIterator[ScriptedGateway]:
         gateway.awake.set()
         gateway.cut()
         await runner.cleanup()
-
-
-def write_card(models_dir: Path) -> None:
-    folder = models_dir / CARD.model
-    folder.mkdir(parents=True, exist_ok=True)
-    CARD.save(folder / "card.json")

@@ -23,7 +23,7 @@ from paceline.bus_memory import MemoryBus
 from paceline.engine_simulated import toy_card
 from paceline.errors import RequestError
 from paceline.service import Service
-from paceline.session import Ends
+from paceline.ends import Ends
 from paceline.settings import Settings
 from paceline.store import Append, SessionRecord
 from paceline.store_memory import MemoryStore

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from batcher_kit import DEEP, PLAIN, Drafter, stack
+
 from paceline.wire import Speculation
 
 
@@ -38,7 +39,9 @@ async def test_accepted_drafts_save_steps() -> None:
         client = await made.client(speculation=DEEP, max_tokens=40).open()
         Drafter(client, block=8, window=32).start()
         await client.done()
+        assert client.last is not None
         counters = client.last.counters
+        assert counters is not None
         assert counters.accepted["edge"] + counters.bonus + counters.filled == 40
         assert counters.steps <= 20
 

@@ -18,7 +18,8 @@ from paceline.engine_simulated import SimulatedDraft, World
 from paceline.errors import EngineError, NoResponders, NotFound, Overloaded
 from paceline.served_card import served_card
 from paceline.service import Service
-from paceline.session import Ends, Session
+from paceline.ends import Ends
+from paceline.session import Session
 from paceline.settings import Settings
 from paceline.store import SessionRecord
 from paceline.store_memory import MemoryStore

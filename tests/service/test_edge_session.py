@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -16,6 +17,8 @@ from edge_client.client import EdgeClient, LinkOptions
 from edge_client.events import Committed, Cut, Drafted, Event, Finished, Opened, Reading, Resumed
 from edge_client.request import Request
 from edge_client.session import EdgeSession
+from loadgen.relay import Link as LinkShape
+from loadgen.relay import Relay
 from paceline import wire
 from paceline.errors import BadRequest, Unauthorized, Unavailable
 
@@ -223,6 +226,25 @@ async def test_pings_alone_keep_a_quiet_link_up(gateway: ScriptedGateway, client
         await following(session)
     assert gateway.connects == 1
     assert client.round_trip_ms is not None
+
+
+async def test_a_slow_upload_is_not_taken_for_a_dead_link(gateway: ScriptedGateway) -> None:
+    """A prompt that takes three times the silence limit to send, while the gateway's pings keep coming."""
+    gateway.ping_s = 0.1
+    prompt = tuple(random.Random(1).choices(range(256), k=60_000))
+    relay = await Relay("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]), LinkShape(rate_kbit=400)).start()
+    url = f"http://127.0.0.1:{relay.port}"
+    async with (
+        EdgeClient.connect(url, KEY, card=CARD, options=FAST) as client,
+        client.session(Request(tokens=prompt)) as session,
+    ):
+        started = time.monotonic()
+        told = await gateway.session()
+        assert time.monotonic() - started > 2 * FAST.silent_s
+        await told.commit(ids("read"), finish="stop")
+        assert text_of(await following(session)) == "read"
+    await relay.close()
+    assert gateway.connects == 1
 
 
 async def test_a_lost_verdict_is_fetched_over_the_same_link(gateway: ScriptedGateway, client: EdgeClient) -> None:

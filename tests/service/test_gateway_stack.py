@@ -1,4 +1,4 @@
-"""The official client through all services on one bus: gateway, batcher, verifier, hosted drafter, simulated engines."""
+"""The official client through gateway, batcher, verifier and hosted drafter on one bus, with simulated engines."""
 
 from __future__ import annotations
 

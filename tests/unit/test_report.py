@@ -162,9 +162,9 @@ def test_the_table_says_that_it_is_simulated_and_shows_tokens_per_step() -> None
     }
     text = shown(report.table(cell(**modes)))
     assert "simulated" in text
-    assert "20.0 ms" in text
+    assert "20.0" in text
     assert "1.00" in text
-    assert "sync (blocks of 6)" in text
+    assert "sync, blocks of 6" in text
 
 
 def test_the_verdict_names_the_modes_and_the_largest_margin() -> None:

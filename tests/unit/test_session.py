@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from paceline.ends import Ends
 from paceline.errors import BadRequest
-from paceline.session import Ends, Session
+from paceline.session import Session
 from paceline.store import SessionRecord
 from paceline.wire import Bounds, Chain, DraftBlock, Failure, SessionOpen
 
