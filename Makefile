@@ -48,7 +48,7 @@ compare: models  ## cloud, synchronous, deep and Paceline side by side; JSON=FIL
 	@$(RUN) loadgen compare --pair $(PAIR) --rtt-ms 0,60,100 --json $(JSON)
 
 up: models  ## start NATS, Redis and the services for work
-	@$(RUN) paceline.stack up $(STACK_PORTS) $(STACK_ARGS)
+	@PACELINE_MODEL=$(PAIR) $(RUN) paceline.stack up $(STACK_PORTS) $(STACK_ARGS)
 
 down:  ## stop them
 	@$(RUN) paceline.stack down

@@ -46,10 +46,11 @@ def compare(  # noqa: PLR0917 (each is an option)
     """Cloud-only, synchronous, deep and Paceline on one stack of its own, interleaved in one run."""
     lengths = tuple(int(block) for block in _numbers(blocks))
     plan = Plan(_numbers(rtt_ms), _numbers(temperature), PROMPTS[:prompts], tokens, repeats, blocks=lengths)
-    asyncio.run(_compare(pair, plan, json))
+    raise typer.Exit(asyncio.run(_compare(pair, plan, json)))
 
 
-async def _compare(pair: str, plan: Plan, file: Path | None) -> None:
+async def _compare(pair: str, plan: Plan, file: Path | None) -> int:
+    """The exit code: 1 when texts differ by more than near ties."""
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     async with rig(pair, lambda text: console.print(f"[dim]{text}[/dim]")) as standing:
@@ -63,6 +64,7 @@ async def _compare(pair: str, plan: Plan, file: Path | None) -> None:
     if file is not None:
         report.write(result, file)
         console.print(f"report: {file}")
+    return 0 if report.only_near_ties(result) else 1
 
 
 @app.command()

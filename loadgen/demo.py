@@ -38,9 +38,8 @@ async def demo(pair: str, console: Console) -> int:
 async def _stream(standing: Rig, console: Console) -> None:
     """Run `paceline run` as a user would, over the relay."""
     arguments = ["run", PROMPTS[0], "--max-tokens", str(TOKENS), "--show-drafts", "--stats"]
-    console.print(
-        f'\n[bold]$ paceline run[/bold] "{PROMPTS[0]}" --show-drafts   [dim](round trip {RTT_MS:.0f} ms)[/dim]\n'
-    )
+    console.print(f"[dim]the edge client, {RTT_MS:.0f} ms of round trip away:[/dim]\n")
+    console.print(f'[bold]$ paceline run[/bold] "{PROMPTS[0]}" --show-drafts\n', highlight=False)
     settings = Settings.load(gateway_url=standing.far_url, api_key=standing.stack.key, model=standing.pair)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "edge_client", *arguments, env=child_environment(settings.environment(), **_terminal())
@@ -68,4 +67,4 @@ async def _table(standing: Rig, console: Console) -> int:
     for cell in result["cells"]:
         console.print(report.table(cell, report.BRIEF))
     console.print(report.verdict(result, MODES))
-    return 0
+    return 0 if report.only_near_ties(result) else 1

@@ -14,6 +14,8 @@ import numpy as np
 from paceline.coupling import noise
 from paceline.wire import LogprobEntry
 
+NEAR_TIE = 0.15
+"""Scores (in logits) that lie within this may flip with the shape of a batch (docs/benchmarks.md)."""
 TOP = 20
 """Most likely tokens to ask for when a margin is to be told."""
 

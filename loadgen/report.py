@@ -15,6 +15,8 @@ import orjson
 import psutil
 from rich.table import Table
 
+from loadgen.divergence import NEAR_TIE
+
 Column = tuple[str, str, str]
 """Heading, key of the mode's figures, format. tokens/step is the inverse of its figure."""
 
@@ -69,15 +71,22 @@ def table(cell: Mapping[str, Any], columns: Sequence[Column] = FULL) -> Table:
     return grid
 
 
+def only_near_ties(report: Mapping[str, Any]) -> bool:
+    """Whether no text differs but by a near tie; a margin that nobody knows is none."""
+    return all(split["margin"] is not None and split["margin"] <= NEAR_TIE for split in report["divergences"])
+
+
 def verdict(report: Mapping[str, Any], names: Sequence[str]) -> str:
     """One line: are the texts of the modes `names` identical?"""
-    modes = ", ".join(names)
-    if not report["divergences"]:
+    modes, splits = ", ".join(names), report["divergences"]
+    if not splits:
         return f"[green]texts of {modes}: identical[/green]"
-    margins = [split["margin"] for split in report["divergences"]]
-    largest = max((margin for margin in margins if margin is not None), default=None)
-    near = "margin unknown" if largest is None else f"largest margin {largest:.2g}"
-    return f"[yellow]texts of {modes}: {len(margins)} differ, each from a near tie on ({near})[/yellow]"
+    known = [split["margin"] for split in splits if split["margin"] is not None]
+    margins = ", ".join(f"{margin:.2g}" for margin in sorted(known, reverse=True)[:3])
+    unknown = f", {len(splits) - len(known)} unknown" if len(known) < len(splits) else ""
+    if only_near_ties(report):
+        return f"[yellow]texts of {modes}: identical up to {len(splits)} near ties (margins {margins})[/yellow]"
+    return f"[red]texts of {modes}: {len(splits)} differ (margins {margins}{unknown})[/red]"
 
 
 def _shown(figures: Mapping[str, Any], key: str, form: str) -> str:

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import orjson
 
-from edge_client.link import plain_cause
+from edge_client.faults import plain_cause
 from paceline import wire
 from paceline.errors import BadRequest, ModelError, NotFound, Unavailable, request_error
 from paceline.model_card import ModelCard

@@ -23,7 +23,8 @@ import structlog
 
 from edge_client.api import GatewayApi
 from edge_client.events import Event
-from edge_client.link import Link, LinkDown, LinkOptions, failure_of
+from edge_client.faults import LinkDown, failure_of
+from edge_client.link import Link, LinkOptions
 from edge_client.request import Request
 from edge_client.session import EdgeSession
 from paceline import wire

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 
 import structlog
 
-from edge_client.link import LinkDown
+from edge_client.faults import LinkDown
 from edge_client.stats import Tally
 from paceline import wire
 from paceline.drafting import DraftEvent, DraftLoop, DraftStats

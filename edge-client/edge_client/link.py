@@ -8,8 +8,6 @@ when they cannot. Frames are wire messages with short names under permessage-def
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import random
 import time
 from collections.abc import AsyncIterator
@@ -21,27 +19,14 @@ import aiohttp
 import structlog
 
 from edge_client.backoff import pause_s
+from edge_client.faults import LinkDown, explained, failure_of
 from edge_client.meter import FrameMeter
 from paceline import wire
-from paceline.errors import (
-    NotFound,
-    Overloaded,
-    PacelineError,
-    RequestError,
-    TooLarge,
-    TransientError,
-    Unauthorized,
-    Unavailable,
-    request_error,
-)
+from paceline.errors import Overloaded, PacelineError, TooLarge, Unavailable
 
 _log = structlog.get_logger("paceline.edge.link")
 _TEXT = (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY)
 _SMOOTHING = 0.2
-
-
-class LinkDown(TransientError):
-    """There is no link at this moment; it is being dialled again."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +54,6 @@ class Listener(Protocol):
     def frame(self, message: wire.Message, t: float, size: int) -> None:
         """A message that came in at `t` (time.monotonic()) and cost `size` bytes on the wire."""
         ...
-
-
-def failure_of(refused: wire.Refused) -> RequestError:
-    """The error that a Refused carries."""
-    fault = refused.error
-    error = request_error(fault.status, fault.code, fault.message, fault.param)
-    if isinstance(error, Overloaded) and refused.retry_after_s:
-        error.retry_after_s = refused.retry_after_s
-    return error
 
 
 class Link:
@@ -128,7 +104,7 @@ class Link:
     # --- dialling --------------------------------------------------------------------------------------------------
 
     async def _dial(self) -> aiohttp.ClientWebSocketResponse:
-        with _explained(self.url):
+        with explained(self.url):
             async with asyncio.timeout(self.options.connect_s), self._connected() as socket:
                 self._up = FrameMeter(deflate=bool(socket.compress), masked=True)
                 self._down = FrameMeter(deflate=bool(socket.compress), masked=False)
@@ -267,39 +243,3 @@ class Link:
     def _decode(self, data: str | bytes) -> tuple[wire.Message, int]:
         raw = data.encode() if isinstance(data, str) else data
         return wire.decode_wan(raw, wire.Message), self._down.size(raw)
-
-
-def plain_cause(error: BaseException) -> str:
-    """What the system says of a failed connection, without a library's wrapping."""
-    inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    if isinstance(inner, OSError) and inner.errno in errno.errorcode:
-        return os.strerror(inner.errno or 0).lower()
-    return str(inner) or type(inner).__name__
-
-
-class _explained:
-    """Turns what a dial may raise into errors for people."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, aiohttp.WSServerHandshakeError):
-            raise _handshake_error(self._url, error.status) from error
-        if isinstance(error, aiohttp.InvalidURL):
-            raise NotFound(f"`{self._url}` is no gateway URL (expected http://host:port)") from error
-        if isinstance(error, TimeoutError):
-            raise Unavailable(f"the gateway at {self._url} did not answer in time") from error
-        if isinstance(error, aiohttp.ClientError | OSError | LinkDown):
-            raise Unavailable(f"no gateway answers at {self._url}: {plain_cause(error)}") from error
-
-
-def _handshake_error(url: str, status: int) -> RequestError:
-    if status == 401:
-        return Unauthorized(f"the gateway at {url} refused the key")
-    if status == 404:
-        return NotFound(f"what answers at {url} is no Paceline gateway")
-    return Unavailable(f"the gateway at {url} refused the link (HTTP {status})")

@@ -19,8 +19,9 @@ import structlog
 
 from edge_client.backoff import pause_s
 from edge_client.events import Committed, Cut, Drafted, Event, Finished, Opened, Reading, Resumed
+from edge_client.faults import LinkDown
 from edge_client.feed import DraftFeed
-from edge_client.link import LinkDown, LinkOptions
+from edge_client.link import LinkOptions
 from edge_client.request import Request, opening
 from edge_client.stats import Stats, Tally
 from edge_client.transcript import Missing, Taken, Transcript

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+import structlog
+
 from paceline.ends import Ends
 from paceline.errors import StaleEpoch
 from paceline.model_card import ModelCard
@@ -17,6 +19,8 @@ from services.batcher.commit import Committer
 from services.batcher.leases import Leases
 from services.batcher.live import Live, Table
 from services.batcher.presence import Presence
+
+log = structlog.get_logger("batcher")
 
 
 class House(Protocol):
@@ -75,8 +79,11 @@ class Arrivals:
         return live
 
     async def recover(self, partition: int, epoch: int) -> None:
-        """Go on with every unfinished session of a partition that is ours now. Raises StoreError, StaleEpoch."""
+        """Go on with every unfinished session of a partition that is ours now. Raises StoreError."""
         for session in await self._service.sessions.live(self._card.model, partition):
             if self._house.leases.epoch(partition) != epoch:
                 return
-            await self.find(session)
+            try:
+                await self.find(session)
+            except StaleEpoch as error:  # the others of the partition are not to wait for this one
+                log.warning("session not taken over", session=session, error=str(error))

@@ -110,7 +110,7 @@ class Dispatcher:
         """Look for work once everything that came in at the same time has been taken in."""
         if not self._kicked:
             self._kicked = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._look)
 
     def idle(self, verifier: str | None) -> bool:
         lane = self._lanes.get(verifier or "")
@@ -142,8 +142,15 @@ class Dispatcher:
 
     # --- sending ---
 
-    def _pump(self) -> None:
+    def _look(self) -> None:
+        """A fault in here would stop all work without a word: it ends the process, as a task's does."""
         self._kicked = False
+        try:
+            self._pump()
+        except Exception as error:
+            self._service.spawn(_raised(error), "look for work")
+
+    def _pump(self) -> None:
         if not self._bus.connected:
             return
         now = self.clock()
@@ -276,3 +283,7 @@ class Dispatcher:
             self._directory.lose(lane.name)
             self._lost(lane, reason, went_down=True)
             self.kick()
+
+
+async def _raised(error: Exception) -> None:
+    raise error

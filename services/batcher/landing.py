@@ -67,8 +67,9 @@ class Landing:
 
     def _retire(self, ticket: Ticket) -> None:
         """The session ended, or moved, while the step was under way: its KV may go now that the step is over."""
-        if ticket.live.session.finish is not None or ticket.live.verifier != ticket.verifier:
-            self._outlet.release(ticket.live, ticket.verifier)
+        live = ticket.live
+        if not live.leaving and (live.session.finish is not None or live.verifier != ticket.verifier):
+            self._outlet.release(live, ticket.verifier)
 
     def lost(self, tickets: Sequence[Ticket], *, went_down: bool) -> None:
         """No answer came, or none that counts. `went_down`: with its verifier, and perhaps for the guilt of one item;

@@ -98,7 +98,8 @@ class Leases:
             async with self._rounds:
                 self._rounds.notify_all()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hurried.wait(), self._ttl_s / 3 if fine else RETRY_S)
+                async with asyncio.timeout(self._ttl_s / 3 if fine else RETRY_S):  # wait_for may swallow a cancellation
+                    await self._hurried.wait()
             self._hurried.clear()
 
     async def round(self) -> bool:

@@ -10,7 +10,7 @@ import structlog
 
 from paceline import subjects
 from paceline.bus import Handler, Subscription
-from paceline.errors import BusError, StaleEpoch, StoreError
+from paceline.errors import BusError, StoreError
 from paceline.service import Service
 from services.batcher.arrivals import Arrivals
 from services.batcher.commit import Committer
@@ -88,7 +88,7 @@ class Partitions:
                 if partition not in self._listening:
                     await self._listen(partition, epoch)
                 await self._house.arrivals.recover(partition, epoch)
-            except (StoreError, StaleEpoch, BusError) as error:
+            except (StoreError, BusError) as error:
                 log.warning("partition not taken yet", partition=partition, error=str(error))
                 await asyncio.sleep(RETRY_S)
             else:

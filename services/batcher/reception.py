@@ -193,6 +193,7 @@ class Reception:
         """The highest connection wins, also when two resumes overtake each other."""
         live.session.connection = max(connection, live.session.connection)
         live.presence.bind(connection, time.monotonic())
+        live.shown_cap = None
         self._house.present(live)
         await self._house.committer.announce(live)
         return _opened(live.session.record, connection, live.durable)

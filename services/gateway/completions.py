@@ -12,21 +12,20 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from paceline import telemetry
-from paceline.errors import BadRequest, ContextLengthExceeded, NotFound, RequestError
+from paceline.errors import NotFound, RequestError
 from paceline.service import Service
 from paceline.tokenizer import Tokenizer
 from paceline.wire import SessionOpen, Verdict
 from services.gateway.answers import Answer, Shape, error_body, failure_error
 from services.gateway.choice_text import ChoiceText, Delta
 from services.gateway.http import as_request_error, body_of, identified, json_response
+from services.gateway.live import Live
 from services.gateway.meter import Meter
-from services.gateway.openai_api import Call, Prompt
-from services.gateway.sessions import Live, Sessions
+from services.gateway.openai_api import Call
+from services.gateway.prompts import Prompts
+from services.gateway.sessions import Sessions
 from services.gateway.stream import ClientGone, EventStream
 from services.gateway.tenants import Keyring
-
-LONG_TEXT = 20_000
-"""Characters beyond which tokenising goes to a thread, so that other streams do not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Completions:
     service: Service
     sessions: Sessions
     tokenizer: Tokenizer
+    prompts: Prompts
     keyring: Keyring
     stopped: asyncio.Event
 
@@ -44,7 +44,7 @@ class Completions:
         call = parse(await body_of(request))
         self._check_model(call)
         await self.sessions.require_components()
-        prompts = await self._tokens(call)
+        prompts = await self.prompts.of(call)
         openings = self._openings(call, prompts, tenant.name)
         async with self.sessions.opened(openings) as lives:
             self.service.metrics.add(telemetry.PROMPT_TOKENS, sum(map(len, prompts)))
@@ -55,35 +55,6 @@ class Completions:
         if call.model != self.sessions.model:
             message = f"the model {call.model!r} is not served here; {self.sessions.model!r} is"
             raise NotFound(message, code="model_not_found", param="model")
-        size = self.tokenizer.card.vocabulary
-        for token in call.sampling.logit_bias:
-            if not 0 <= token < size:
-                raise BadRequest(f"token id {token} is outside the vocabulary of {size}", param="logit_bias")
-
-    async def _tokens(self, call: Call) -> list[tuple[int, ...]]:
-        """Token ids of each prompt. Raises BadRequest, ContextLengthExceeded."""
-        if call.messages:
-            length = sum(len(message["content"]) for message in call.messages)
-            made = [await _aside(length, lambda: self.tokenizer.chat(call.messages))]
-        else:
-            made = [await _aside(len(prompt), lambda p=prompt: self._prompt(p)) for prompt in call.prompts]  # type: ignore[misc]
-        param = "messages" if call.messages else "prompt"
-        return [self._checked(tuple(tokens), param) for tokens in made]
-
-    def _prompt(self, prompt: Prompt) -> Sequence[int]:
-        """Plain completions may spell control tokens: whoever renders a template by himself needs them."""
-        return prompt if isinstance(prompt, tuple) else self.tokenizer.encode(prompt, special=True)
-
-    def _checked(self, tokens: tuple[int, ...], param: str) -> tuple[int, ...]:
-        card = self.tokenizer.card
-        if not tokens:
-            raise BadRequest("the prompt is empty", param=param, code="empty_prompt")
-        if max(tokens) >= card.vocabulary:
-            raise BadRequest(f"token id {max(tokens)} is outside the vocabulary of {card.vocabulary}", param=param)
-        if len(tokens) >= card.context:
-            message = f"the model's context is {card.context} tokens; this prompt of {len(tokens)} leaves no room"
-            raise ContextLengthExceeded(message, param=param)
-        return tokens
 
     def _openings(self, call: Call, prompts: Sequence[tuple[int, ...]], tenant: str) -> list[SessionOpen]:
         card = self.tokenizer.card
@@ -186,7 +157,3 @@ async def merged(lives: Sequence[Live], stopped: asyncio.Event) -> AsyncGenerato
 
 def _next(live: Live) -> asyncio.Task[Verdict]:
     return asyncio.create_task(live.follower.next(), name=f"follow {live.session}")
-
-
-async def _aside(length: int, work: Callable[[], Sequence[int]]) -> Sequence[int]:
-    return await asyncio.to_thread(work) if length > LONG_TEXT else work()

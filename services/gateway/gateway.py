@@ -24,15 +24,15 @@ from services.gateway.completions import Completions
 from services.gateway.edge_socket import EdgeSocket
 from services.gateway.http import guard
 from services.gateway.openai_api import parse_chat, parse_completion
+from services.gateway.prompts import Prompts
 from services.gateway.sessions import Sessions
 from services.gateway.system import Models, System
 from services.gateway.tenants import Keyring
 
 log = structlog.get_logger(__name__)
 
-DRAIN_SHARE = 0.8
-"""Of drain_s for streams to end by themselves; the rest is for telling those that did not."""
-LAST_WORDS_S = 1.0
+DRAIN_SHARE, LAST_WORDS_SHARE = 0.8, 0.1
+"""Of drain_s: for streams to end by themselves, and for telling those that did not."""
 
 
 class Gateway:
@@ -46,7 +46,7 @@ class Gateway:
         self._stopped = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._completions = Completions(service, self.sessions, tokenizer, keyring, self._stopped)
+        self._completions = Completions(service, self.sessions, tokenizer, Prompts(tokenizer), keyring, self._stopped)
         self._edges = EdgeSocket(service, self.sessions, keyring)
         self._models = Models(tokenizer.card, keyring)
         self._system = System(service.bus, keyring)
@@ -74,12 +74,13 @@ class Gateway:
 
     async def drain(self) -> None:
         """New calls are refused already; running ones may end, edges are sent on, late ones are told."""
-        deadline = asyncio.get_running_loop().time() + self.service.settings.drain_s * DRAIN_SHARE
+        drain_s = self.service.settings.drain_s
+        deadline = asyncio.get_running_loop().time() + drain_s * DRAIN_SHARE
         await self._edges.close()
         if not await self._idle_by(deadline):
             log.warning("streams cut short", count=self.running)
             self._stopped.set()
-            await self._idle_by(deadline + LAST_WORDS_S)
+            await self._idle_by(deadline + drain_s * LAST_WORDS_SHARE)
 
     async def _idle_by(self, deadline: float) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -30,8 +31,13 @@ ROUTES = {
     "/readyz": "health",
     "/metrics": "health",
 }
+BODY_S = 60.0
 GONE = 499
 """What a client that left is counted as."""
+
+
+class BodyTimeout(RequestError):
+    status, code, kind = 408, "request_timeout", "invalid_request_error"
 
 
 class MethodNotAllowed(RequestError):
@@ -59,12 +65,15 @@ def identified(request: web.Request, keyring: Keyring) -> Tenant:
 
 
 async def body_of(request: web.Request) -> bytes:
-    """Raises TooLarge, naming both numbers, before a body is read that says its length."""
+    """Raises TooLarge, naming both numbers, before a body is read that says its length; BodyTimeout."""
     limit = request.client_max_size
     if request.content_length is not None and request.content_length > limit:
         raise TooLarge(f"a body of {request.content_length} bytes is over the limit of {limit} bytes")
     try:
-        return await request.read()
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise BodyTimeout(f"the body did not arrive within {BODY_S:g} s") from None
     except web.HTTPRequestEntityTooLarge as error:
         raise TooLarge(f"a body of more than {limit} bytes is over the limit of {limit} bytes") from error
 

@@ -18,7 +18,7 @@ def json_object(data: bytes) -> dict[str, Any]:
     """Raises BadRequest when `data` is anything but one JSON object."""
     try:
         value = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise BadRequest("the body is not a JSON object", code="invalid_json")

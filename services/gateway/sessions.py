@@ -1,4 +1,4 @@
-"""The gateway's side of sessions: opening, resuming, presence, following, closing.
+"""The gateway's side of sessions: opening, resuming, closing.
 
 A session lives from `open` or `resume` until it finished or was let go with `leave` (an edge's: the batcher parks it)
 or `cancel` (closed, again and again until a finish is seen). Nothing here survives the process: another gateway can
@@ -13,13 +13,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import structlog
 from msgspec.structs import replace
 
-from paceline import subjects, telemetry
-from paceline.bus import Subscription
+from paceline import subjects
+from paceline.bus import Received
 from paceline.errors import (
     BusError,
     Conflict,
@@ -32,9 +31,6 @@ from paceline.errors import (
 from paceline.service import Service
 from paceline.wire import (
     BatcherStatus,
-    Message,
-    Presence,
-    SessionClose,
     SessionOpen,
     SessionOpened,
     SessionResume,
@@ -43,11 +39,12 @@ from paceline.wire import (
 )
 from services.gateway.fleet import Fleet
 from services.gateway.follower import Digest, Follower, Order
+from services.gateway.live import Live, Speaker
 
 log = structlog.get_logger(__name__)
 
 MAX_SESSIONS = 4096
-PRESENCE_S = 0.5
+WATCH_S = 0.5
 CLOSE_EVERY_S = 0.5
 CLOSE_LIMIT_S = 60.0
 """After this long without presence the batcher cancels by itself."""
@@ -59,21 +56,8 @@ FIRST_STATUS_S = 1.0
 """How long a new gateway waits for the others' first word before it says that they are missing."""
 
 
-@dataclass
-class Live:
-    """One session and its reader. `present` says whether its client was heard lately."""
-
-    session: str
-    follower: Follower
-    subscription: Subscription
-    present: Callable[[], bool]
-    opened: SessionOpened | None = None
-    over: bool = False
-    closing: bool = False
-
-    @property
-    def connection(self) -> int:
-        return 0 if self.opened is None else self.opened.connection
+class Unanswered(Unavailable):
+    """A request that may have been served all the same."""
 
 
 class Sessions:
@@ -84,7 +68,7 @@ class Sessions:
         self.fleet = Fleet(time.monotonic)
         self._service = service
         self._bus = service.bus
-        self._live: dict[tuple[str, int], Live] = {}
+        self._speaker = Speaker(service, model)
         self._heard = asyncio.Event()
 
     async def start(self) -> None:
@@ -94,11 +78,12 @@ class Sessions:
         await self._bus.subscribe(
             subjects.BATCHER_STATUS.at(model=self.model), self._on_status, *subjects.BATCHER_STATUS.carries
         )
-        self._service.spawn(self._beat(), "presence")
+        self._service.spawn(self._speaker.run(), "presence")
+        self._service.spawn(self._watch(), "components")
 
     @property
     def count(self) -> int:
-        return len(self._live)
+        return len(self._speaker)
 
     async def require_components(self) -> None:
         """Raises Unavailable, within a second, when no answer can be made now."""
@@ -133,11 +118,14 @@ class Sessions:
         live = await self._follow(order, present)
         try:
             opened = await self._ask(replace(opening, session=session), session)
-        except NoResponders:
-            await live.subscription.close()
+        except Exception as error:
+            if isinstance(error, Unanswered):
+                self._close_unanswered(live)
+            else:  # refused, or heard by nobody
+                await live.subscription.close()
             raise
-        except BaseException:
-            self._service.spawn(self._close(live, UNANSWERED_LIMIT_S), f"close {session}")
+        except BaseException:  # the caller was cancelled, the opening may still be served
+            self._close_unanswered(live)
             raise
         order.opened(opened.epoch)
         return self._admit(live, opened)
@@ -164,18 +152,18 @@ class Sessions:
             self._service.sessions,
             self._service.metrics,
             missing=self.fleet.hopeless,
-            on_epoch=lambda: self._spoken_for(order.session),
+            on_epoch=lambda: self._speaker.announce(order.session),
         )
         subject = subjects.VERDICT.at(session=order.session)
         subscription = await self._bus.subscribe(subject, follower.on_verdict, Verdict)
         return Live(order.session, follower, subscription, present)
 
     async def _ask(self, message: SessionOpen | SessionResume, session: str) -> SessionOpened:
-        subject = self._subject(session)
+        subject = self._speaker.subject(session)
         try:
             answer = await self._bus.request(subject, message, timeout_s=OPEN_S)
         except RequestTimeout as error:
-            raise Unavailable(f"the batcher did not answer within {OPEN_S:g} s", code="batcher_unavailable") from error
+            raise Unanswered(f"the batcher did not answer within {OPEN_S:g} s", code="batcher_unavailable") from error
         except NoResponders:
             raise
         except BusError as error:
@@ -186,9 +174,7 @@ class Sessions:
 
     def _admit(self, live: Live, opened: SessionOpened) -> Live:
         live.opened = opened
-        self._live[(live.session, opened.connection)] = live
-        self._service.metrics.set(telemetry.SESSIONS, self.count, state="live")
-        self._spoken_for(live.session)
+        self._speaker.add(live)
         return live
 
     @asynccontextmanager
@@ -226,13 +212,16 @@ class Sessions:
         if live.over:
             return
         live.over = True
-        self._live.pop((live.session, live.connection), None)
-        self._service.metrics.set(telemetry.SESSIONS, self.count, state="live")
+        self._speaker.remove(live)
         self._service.spawn(live.subscription.close(), f"leave {live.session}")
+
+    def _close_unanswered(self, live: Live) -> None:
+        live.closing = True
+        self._service.spawn(self._close(live, UNANSWERED_LIMIT_S), f"close {live.session}")
 
     async def ask_to_close(self, live: Live) -> None:
         """Once; the reader sees the finish."""
-        await self._publish(live.session, SessionClose(session=live.session, connection=live.connection))
+        await self._speaker.close(live)
 
     async def _close(self, live: Live, limit_s: float) -> None:
         """SessionClose until a finish is seen. Bounded: later the batcher's own rules end the session."""
@@ -261,41 +250,18 @@ class Sessions:
             return True
         return True
 
-    # --- presence --------------------------------------------------------------------------------------------------
+    # --- the others ------------------------------------------------------------------------------------------------------
 
-    async def _beat(self) -> None:
-        """Presence of every client that was heard lately, every PRESENCE_S; and this gateway's readiness."""
+    async def _watch(self) -> None:
+        """Readiness: whether the components are there without which no answer can be made."""
         while True:
             missing = self.fleet.missing()
             for component in ("batcher", "verifier"):
                 self._service.set_ready(component, component not in missing, missing.get(component, ""))
-            for live in list(self._live.values()):
-                await self._speak_for(live)
-            await asyncio.sleep(PRESENCE_S)
+            await asyncio.sleep(WATCH_S)
 
-    def _spoken_for(self, session: str) -> None:
-        """At once: a new owner begins with the session parked."""
-        for live in [live for live in self._live.values() if live.session == session]:
-            self._service.spawn(self._speak_for(live), f"presence {session}")
-
-    async def _speak_for(self, live: Live) -> None:
-        if live.closing or not live.present():
-            return
-        now = time.time()
-        await self._publish(live.session, Presence(session=live.session, connection=live.connection, t_sent=now))
-
-    async def _publish(self, session: str, message: Message) -> None:
-        """What is said again anyway: a bus that is away loses it."""
-        try:
-            await self._bus.publish(self._subject(session), message)
-        except BusError as error:
-            log.debug("not sent", session=session, kind=type(message).__name__, error=str(error))
-
-    def _subject(self, session: str) -> str:
-        return subjects.SESSION.at(model=self.model, partition=subjects.partition_of(session))
-
-    async def _on_status(self, received: object) -> None:
-        message = getattr(received, "message", None)
+    async def _on_status(self, received: Received) -> None:
+        message = received.message
         if isinstance(message, VerifierStatus | BatcherStatus):
             self.fleet.heard(message)
         if not self.fleet.missing():

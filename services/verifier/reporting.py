@@ -51,7 +51,8 @@ class Reporter:
             self._watch()
             await self.publish()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), STATUS_S)
+                async with asyncio.timeout(STATUS_S):  # wait_for may swallow a cancellation on Python 3.11
+                    await self._changed.wait()
 
     async def publish(self) -> None:
         try:

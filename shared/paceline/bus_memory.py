@@ -69,7 +69,8 @@ class MemoryBus:
         if not self._send(subject, message, respond):
             raise nobody(subject)
         try:
-            data = await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation on Python 3.11
+                data = await future
         except TimeoutError:
             raise RequestTimeout(f"no answer on {subject} within {timeout_s:g} s") from None
         return answered(wire.decode(data))

@@ -197,7 +197,8 @@ class NatsBus:
         if self._client.is_connected:
             return
         try:
-            await asyncio.wait_for(self._up.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation on Python 3.11
+                await self._up.wait()
         except TimeoutError:
             raise BusError(f"the bus has been away for {timeout_s:g} s") from None
 
@@ -224,7 +225,8 @@ class NatsBus:
         self._echoes[token] = echo
         try:
             await self._send(self._echo_subject, token, {})
-            await asyncio.wait_for(echo, FLUSH_S)
+            async with asyncio.timeout(FLUSH_S):
+                await echo
         except TimeoutError:
             raise BusError(f"the bus has not answered within {FLUSH_S:g} s") from None
         finally:

@@ -65,7 +65,9 @@ class Answer:
             self.finish = event.finish
 
 
-def request(client: EdgeClient, tokens: int, speculation: Speculation | None = None, temperature: float = 0.0) -> Request:
+def request(
+    client: EdgeClient, tokens: int, speculation: Speculation | None = None, temperature: float = 0.0
+) -> Request:
     return Request(
         tokens=client.chat(PROMPT), sampling=Sampling(temperature=temperature), max_tokens=tokens, seed=7,
         speculation=speculation or Speculation(),

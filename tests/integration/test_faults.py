@@ -1,4 +1,4 @@
-"""Whatever is killed, frozen or restarted under a running stream: the stream goes on, and its text is the undisturbed one."""
+"""Whatever is killed, frozen or restarted under a running stream: the stream goes on, with the undisturbed text."""
 
 from __future__ import annotations
 

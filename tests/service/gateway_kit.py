@@ -20,10 +20,10 @@ import openai
 from paceline import subjects
 from paceline.bus import Received
 from paceline.bus_memory import MemoryBus
+from paceline.ends import Ends
 from paceline.engine_simulated import toy_card
 from paceline.errors import RequestError
 from paceline.service import Service
-from paceline.ends import Ends
 from paceline.settings import Settings
 from paceline.store import Append, SessionRecord
 from paceline.store_memory import MemoryStore

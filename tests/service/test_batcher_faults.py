@@ -278,3 +278,46 @@ def _answering(verifier: Any, verify: Any) -> Any:
         await received.respond(answer)
 
     return serve
+
+
+async def test_an_item_that_kills_its_verifiers_goes_alone_and_then_fails() -> None:
+    """Every verifier that gets the guilty session dies of it: it takes no more than a few with it."""
+    async with stack(engine=SLOW) as made:
+        clients = await streams(made, count=2, max_tokens=400)
+        guilty = made.batcher.table.get(clients[0].session)
+        innocent = made.batcher.table.get(clients[1].session)
+        assert guilty is not None
+        assert innocent is not None
+        for _ in range(6):
+            await soon(lambda: guilty.ticket is not None)
+            ticket = guilty.ticket
+            assert ticket is not None
+            together = [other.ticket for other in (guilty, innocent) if other.ticket is not None]
+            made.batcher.landing.lost(together, went_down=True)
+            assert len(together) == 1 or guilty.losses <= 2
+        assert guilty.session.finish == "error"
+        await clients[0].done()
+        assert clients[0].last is not None
+        assert clients[0].last.error is not None
+        assert clients[0].last.error.code == "verifier_lost"
+        assert innocent.session.finish is None
+        await clients[1].grown(len(clients[1].tokens) + 5)
+        assert tuple(clients[1].tokens) == clients[1].expected()[: len(clients[1].tokens)]
+
+
+async def test_a_verifier_that_refuses_for_now_is_asked_again() -> None:
+    """503 is no fault of the sessions: they wait and go on."""
+    async with stack(engine=SLOW) as made:
+        clients = await streams(made)
+        queue = made.killable("v1").verifier._queue
+        put, refused = queue.put_nowait, 0
+
+        def busy(item: Any) -> None:
+            nonlocal refused
+            refused += 1
+            if refused < 4:
+                raise asyncio.QueueFull
+            put(item)
+
+        queue.put_nowait = busy  # type: ignore[method-assign]
+        await end_well(clients)

@@ -35,7 +35,7 @@ from paceline.wire import (
     encode_wan,
     prefix_hash,
 )
-from services.gateway import edge_socket
+from services.gateway import edge_connection, edge_socket
 from services.gateway.keys import revoke
 
 PROMPT = ids("prompt")
@@ -371,7 +371,7 @@ async def test_openings_that_cannot_be_served_are_refused_in_order(desk: tuple[B
 async def test_sessions_of_a_connection_are_bounded(
     desk: tuple[Bench, ScriptedBatcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edge_socket, "SESSIONS", 2)
+    monkeypatch.setattr(edge_connection, "SESSIONS", 2)
     made, batcher = desk
     batcher.gate = lambda played: asyncio.sleep(0.3)
     async with edge(made) as device:
@@ -387,7 +387,7 @@ async def test_a_reader_that_does_not_read_is_cut_and_others_go_on(
     desk: tuple[Bench, ScriptedBatcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it does not take stays in the store: the gateway's own memory is bounded by its queues."""
-    monkeypatch.setattr(edge_socket, "SEND_S", 0.5)
+    monkeypatch.setattr(edge_connection, "SEND_S", 0.5)
     made, batcher = desk
     bulky = LogprobEntry(logprob=-0.5, top=tuple((token, -1.25) for token in range(20)))
     batcher.top = lambda token: bulky
@@ -410,7 +410,7 @@ async def test_a_reader_that_does_not_read_is_cut_and_others_go_on(
 
 
 async def test_a_silent_edge_is_given_up(desk: tuple[Bench, ScriptedBatcher], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_socket, "SILENT_S", 0.2)
+    monkeypatch.setattr(edge_connection, "SILENT_S", 0.2)
     monkeypatch.setattr(edge_socket, "REVOKED_S", 0.2)
     async with edge(desk[0]) as device:
         await device.receive(Welcome)

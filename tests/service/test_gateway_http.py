@@ -12,14 +12,13 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
-from gateway_kit import END, TOKENIZER, Bench, ScriptedBatcher, bench, ids, soon
+from gateway_kit import TOKENIZER, Bench, ScriptedBatcher, bench, ids, soon
 
 from paceline import subjects
 from paceline.bus import Received
 from paceline.engine_simulated import toy_card
 from paceline.errors import Overloaded
 from paceline.wire import (
-    Counters,
     DrainReport,
     DrainRequest,
     Failure,
@@ -27,6 +26,7 @@ from paceline.wire import (
     SystemQuery,
     SystemReport,
 )
+from services.gateway import http
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -42,7 +42,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[tuple[Bench, ScriptedBatcher]]:
 async def raw(desk: Bench, path: str, body: Any, key: str | None = None) -> tuple[int, dict[str, str], bytes]:
     headers = {"Authorization": f"Bearer {key or desk.key}", "Content-Type": "application/json"}
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with aiohttp.ClientSession() as http, http.post(desk.url + path, data=data, headers=headers) as answer:
+    async with aiohttp.ClientSession() as web, web.post(desk.url + path, data=data, headers=headers) as answer:
         return answer.status, dict(answer.headers), await answer.read()
 
 
@@ -87,7 +87,7 @@ async def test_the_official_client_lists_and_gets_models(desk: tuple[Bench, Scri
 
 async def test_an_edge_gets_the_whole_card(desk: tuple[Bench, ScriptedBatcher]) -> None:
     headers = {"Authorization": f"Bearer {desk[0].key}"}
-    async with aiohttp.ClientSession(headers=headers) as http, http.get(desk[0].url + "/v1/models/toy?card=1") as got:
+    async with aiohttp.ClientSession(headers=headers) as web, web.get(desk[0].url + "/v1/models/toy?card=1") as got:
         value = await got.json()
     assert value["tokenizer"] == toy_card().tokenizer
 
@@ -284,6 +284,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused_before_the_stream(
         ({"model": "toy", "messages": []}, 400, "invalid_value", "messages"),
         ({"model": "toy", "messages": HI, "logit_bias": {"999": 1}}, 400, "invalid_value", "logit_bias"),
         (b"{not json", 400, "invalid_json", None),
+        (b"[" * 100_000, 400, "invalid_json", None),
         (b'{"model": "toy", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_json", None),
     ],
 )
@@ -306,7 +307,7 @@ async def test_without_a_good_key_nothing_is_served(
     desk: tuple[Bench, ScriptedBatcher], header: str | None, path: str
 ) -> None:
     headers = {"Authorization": header} if header else {}
-    async with aiohttp.ClientSession() as http, http.post(desk[0].url + path, data=b"{}", headers=headers) as answer:
+    async with aiohttp.ClientSession() as web, web.post(desk[0].url + path, data=b"{}", headers=headers) as answer:
         error = (await answer.json())["error"]
     assert answer.status == 401
     assert error["type"] == "authentication_error"
@@ -321,11 +322,34 @@ async def test_prompts_that_hold_nothing_or_strange_ids(desk: tuple[Bench, Scrip
 
 
 async def test_unknown_paths_and_methods_have_the_shape_too(desk: tuple[Bench, ScriptedBatcher]) -> None:
-    async with aiohttp.ClientSession() as http:
-        async with http.get(desk[0].url + "/v1/nothing") as answer:
+    async with aiohttp.ClientSession() as web:
+        async with web.get(desk[0].url + "/v1/nothing") as answer:
             assert (answer.status, (await answer.json())["error"]["code"]) == (404, "unknown_url")
-        async with http.get(desk[0].url + "/v1/completions") as answer:
+        async with web.get(desk[0].url + "/v1/completions") as answer:
             assert (answer.status, (await answer.json())["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_a_body_that_never_comes_is_given_up(
+    desk: tuple[Bench, ScriptedBatcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "BODY_S", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", desk[0].gateway.port)
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {desk[0].key}", "Content-Length: 99"]
+    writer.write("\r\n".join([*lines, "", "{"]).encode())
+    line = await asyncio.wait_for(reader.readline(), 3)
+    writer.close()
+    assert b" 408 " in line
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(tmp_path: Path) -> None:
+    async with bench(tmp_path, context=64) as made:
+        chat = {"messages": [{"role": "user", "content": "x" * 400_000}]}
+        for path, prompt in (("/v1/completions", {"prompt": "é" * 200_000}), ("/v1/chat/completions", chat)):
+            status, _, data = await raw(made, path, {"model": "toy", **prompt})
+            error = strict(data)["error"]
+            assert (status, error["code"]) == (400, "context_length_exceeded")
+            assert "64" in error["message"]
+            assert "400000" in error["message"]
 
 
 async def test_a_body_over_the_limit_names_both_numbers(tmp_path: Path) -> None:
@@ -537,15 +561,15 @@ async def test_streams_that_outlast_the_drain_are_told(tmp_path: Path) -> None:
 
 
 async def test_readiness_names_what_is_missing(tmp_path: Path) -> None:
-    async with bench(tmp_path, alive=False) as made, aiohttp.ClientSession() as http:
-        async with http.get(made.url + "/healthz") as answer:
+    async with bench(tmp_path, alive=False) as made, aiohttp.ClientSession() as web:
+        async with web.get(made.url + "/healthz") as answer:
             assert answer.status == 200
-        async with http.get(made.url + "/readyz") as answer:
+        async with web.get(made.url + "/readyz") as answer:
             assert answer.status == 503
             assert {"batcher", "verifier"} <= (await answer.json())["not_ready"].keys()
         await made.components()
         await asyncio.sleep(0.7)
-        async with http.get(made.url + "/readyz") as answer:
+        async with web.get(made.url + "/readyz") as answer:
             assert answer.status == 200
 
 
@@ -553,7 +577,7 @@ async def test_metrics_count_requests_by_route(desk: tuple[Bench, ScriptedBatche
     made, _ = desk
     await raw(made, "/v1/chat/completions", {"model": "toy", "messages": HI})
     await raw(made, "/v1/chat/completions", {"model": "nope", "messages": HI})
-    async with aiohttp.ClientSession() as http, http.get(made.url + "/metrics") as answer:
+    async with aiohttp.ClientSession() as web, web.get(made.url + "/metrics") as answer:
         text = await answer.text()
     assert 'paceline_http_requests_total{route="chat_completions",status="2xx"} 1.0' in text
     assert 'paceline_http_requests_total{route="chat_completions",status="4xx"} 1.0' in text
@@ -574,21 +598,16 @@ async def test_the_system_and_draining(desk: tuple[Bench, ScriptedBatcher]) -> N
         assert isinstance(message, DrainRequest)
         await received.respond(DrainReport(verifier=message.verifier, moved=3, remaining=0, seconds=0.5))
 
-    async with aiohttp.ClientSession(headers=headers) as http:
-        async with http.get(made.url + "/v1/system") as answer:
+    async with aiohttp.ClientSession(headers=headers) as web:
+        async with web.get(made.url + "/v1/system") as answer:
             assert (answer.status, (await answer.json())["error"]["code"]) == (503, "policy_unavailable")
         await made.bus.subscribe(subjects.SYSTEM.at(), report, SystemQuery)
         await made.bus.subscribe(subjects.DRAIN.at(), drain, DrainRequest)
-        async with http.get(made.url + "/v1/system") as answer:
+        async with web.get(made.url + "/v1/system") as answer:
             assert (await answer.json())["verifiers"] == []
-        async with http.post(made.url + "/v1/system/drain", json={"verifier": "v1"}) as answer:
+        async with web.post(made.url + "/v1/system/drain", json={"verifier": "v1"}) as answer:
             assert (await answer.json())["moved"] == 3
-        async with http.post(made.url + "/v1/system/drain", json={}) as answer:
+        async with web.post(made.url + "/v1/system/drain", json={}) as answer:
             assert (answer.status, (await answer.json())["error"]["param"]) == (400, "verifier")
     status, _, data = await raw(made, "/v1/system/drain", {"verifier": "v1"})
     assert (status, strict(data)["error"]["code"]) == (403, "forbidden")
-
-
-def test_the_toy_end_token_is_the_kits() -> None:
-    assert toy_card().end_ids == (END,)
-    assert Counters().steps == 0

@@ -73,7 +73,7 @@ def serve(chosen: Chosen, items: list[Candidate], step: int) -> list[Candidate]:
 
 @given(st.integers(1, 8), st.integers(1, 6))
 def test_a_tenant_with_many_sessions_gets_no_more_than_one_with_one(flood: int, step_tokens: int) -> None:
-    """While both have somebody runnable and the steps are full, their turns differ by one at most for each step slot."""
+    """While both have somebody runnable and the steps are full, both have their turns."""
     items = [Candidate(f"a{n}", "a") for n in range(flood + step_tokens)] + [Candidate("b0", "b")]
     turns: Counter[str] = Counter()
     for step in range(1, 41):
