@@ -250,7 +250,7 @@ class Sessions:
             return True
         return True
 
-    # --- the others ------------------------------------------------------------------------------------------------------
+    # --- the others --------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Readiness: whether the components are there without which no answer can be made."""

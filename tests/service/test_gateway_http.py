@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[tuple[Bench, ScriptedBatcher]]:
 
 async def raw(desk: Bench, path: str, body: Any, key: str | None = None) -> tuple[int, dict[str, str], bytes]:
     headers = {"Authorization": f"Bearer {key or desk.key}", "Content-Type": "application/json"}
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
     async with aiohttp.ClientSession() as web, web.post(desk.url + path, data=data, headers=headers) as answer:
         return answer.status, dict(answer.headers), await answer.read()
 
@@ -507,6 +509,29 @@ async def test_a_client_that_leaves_after_the_end_cancels_nothing(desk: tuple[Be
             pass
     await soon(lambda: made.gateway.sessions.count == 0)
     assert batcher.closed == []
+
+
+async def test_a_storm_of_clients_that_leave_at_any_moment_leaves_nothing_behind(
+    desk: tuple[Bench, ScriptedBatcher],
+) -> None:
+    made, batcher = desk
+    chance = random.Random(7)
+    batcher.gate = lambda played: asyncio.sleep(0.01)
+    body: dict[str, Any] = {"model": "toy", "messages": HI}
+    await raw(made, "/v1/chat/completions", body)
+    await soon(lambda: made.gateway.sessions.count == 0)
+    before = len(asyncio.all_tasks())
+
+    async def call(number: int) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(chance.uniform(0, 0.12)):
+                await raw(made, "/v1/chat/completions", {**body, "stream": number % 2 == 0, "n": 1 + number % 3})
+
+    for _ in range(5):
+        await asyncio.gather(*(call(number) for number in range(20)))
+    await soon(lambda: made.gateway.running == 0 and made.gateway.sessions.count == 0, seconds=8)
+    await soon(lambda: len(asyncio.all_tasks()) <= before + 1, seconds=8)
+    assert all(played.finish is not None for played in batcher.sessions.values())
 
 
 async def test_presence_is_spoken_for_waiting_clients(desk: tuple[Bench, ScriptedBatcher]) -> None:

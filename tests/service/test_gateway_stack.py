@@ -14,8 +14,13 @@ import openai
 import pytest
 from gateway_kit import Bench, bench, soon
 
+from edge_client.client import EdgeClient
+from edge_client.events import Committed, Cut
+from edge_client.session import Request
+from paceline.engine_simulated import SimulatedDraft
 from paceline.service import Service
 from paceline.settings import Settings
+from paceline.simulated_world import World
 from services.batcher.batcher import body as batcher_body
 from services.drafter.drafter import body as drafter_body
 from services.verifier.verifier import body as verifier_body
@@ -213,3 +218,28 @@ async def test_the_clients_own_helpers(tmp_path: Path) -> None:
     assert "".join(part.choices[0].text for part in legacy) == "four words and m"
     scored = [part.choices[0].logprobs for part in legacy]
     assert [token for part in scored if part for token in part.tokens or ()] == list("four words and m")
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_an_edge_device_gets_the_text_of_plain_clients_even_if_its_link_is_cut(tmp_path: Path, cut: bool) -> None:
+    async with whole(tmp_path, base_ms=8) as made, made.client() as client:
+        prompt = tuple(b"Tell me")
+        plain = await client.completions.create(
+            model="toy", prompt=list(prompt), max_tokens=60, seed=3, extra_body={"speculation": {"enabled": False}}
+        )
+        request = Request(tokens=prompt, max_tokens=60, seed=3)
+        engine = SimulatedDraft(World())
+        tokens: list[int] = []
+        cuts_at = [10, 30] if cut else []
+        seen = 0
+        async with EdgeClient.connect(made.url, made.key, model="toy", engine=engine) as device:
+            async for event in device.generate(request):
+                seen += isinstance(event, Cut)
+                if isinstance(event, Committed):
+                    tokens += event.tokens
+                if cuts_at and len(tokens) >= cuts_at[0]:
+                    del cuts_at[0]
+                    await asyncio.gather(*(socket.close() for socket in list(made.gateway._edges._open)))
+        assert bytes(tokens).decode() == plain.choices[0].text
+        assert seen == (2 if cut else 0)
+        await soon(lambda: made.gateway.sessions.count == 0)
