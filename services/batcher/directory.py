@@ -84,13 +84,12 @@ class Directory:
         return self.serves(name, now) and self._known[name].status.state == "ready"
 
     def choose(self, load: Mapping[str, int], now: float) -> str | None:
-        """The verifier for a session: the first that the policy admits, else the ready one with the fewest sessions."""
+        """The verifier for a session: of those that the policy admits (any ready one where none of them is), the one
+        with the fewest sessions of ours. Decisions come once a second, sessions in bursts: `load` is newer."""
         ready = [name for name in self._known if self.takes(name, now)]
-        if self.policy is not None:
-            for name in self.policy.admit:
-                if name in ready:
-                    return name
-        return min(ready, key=lambda name: (load.get(name, 0), name), default=None)
+        admit = self.policy.admit if self.policy is not None else ()
+        admitted = [name for name in admit if name in ready]
+        return min(admitted or sorted(ready), key=lambda name: load.get(name, 0), default=None)
 
     def room(self, now: float) -> int | None:
         """Tokens that the roomiest serving verifier could hold of one session; None when nobody serves."""

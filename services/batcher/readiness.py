@@ -2,7 +2,7 @@
 
 Without a held draft a session gets a plain step at once where filling is on (its own wish and the policy's), else when
 its patience ends. Sessions without speculation are always filled, and so are those whose only source, the hosted
-drafter, is not there. While drafts are waited for, the history is fed already.
+drafter, is not there, and those whose last token is due: no draft fits before it. While drafts are waited for, the history is fed already.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def who_rests(waiting: Live, others: Iterable[Live]) -> Live | None:
 
 def _fills(live: Live, directory: Directory) -> bool:
     speculation = live.session.record.opened.speculation
-    if not speculation.enabled or (speculation.hosted and not live.hosted_open):
+    nobody_drafts = not speculation.enabled or (speculation.hosted and not live.hosted_open)
+    if nobody_drafts or not live.session.room:
         return True
     return speculation.fill and directory.fill
 

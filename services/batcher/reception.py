@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -45,7 +46,7 @@ REMEMBERED = 1024
 LOOK_AGAIN_S = 1.0
 """A session that we do not know is looked for in the store at most this often."""
 
-Work = Coroutine[Any, Any, wire.Message | None]
+Work = Callable[[], Awaitable[wire.Message | None]]
 
 
 class House(Protocol):
@@ -85,17 +86,16 @@ class Reception:
         if isinstance(message, wire.Presence):
             self._presence(message)
         elif isinstance(message, wire.SessionOpen):
-            self._task(received, self._open(message, received.headers))
+            self._task(received, partial(self._open, message, received.headers))
         elif isinstance(message, wire.SessionResume):
-            self._task(received, self._resume(message))
+            self._task(received, partial(self._resume, message))
         elif isinstance(message, wire.SessionClose):
-            self._task(received, self._close(message))
+            self._task(received, partial(self._close, message))
         elif isinstance(message, wire.SessionMove):
-            self._task(received, self._move(message))
+            self._task(received, partial(self._move, message))
 
     def _task(self, received: Received, work: Work) -> None:
         if self._busy >= MAX_BUSY:
-            work.close()
             raise Overloaded(f"this batcher has {MAX_BUSY} requests waiting for the store, its bound")
         self._busy += 1
         self._service.spawn(self._answer(received, work), f"answer {received.subject}")
@@ -104,7 +104,7 @@ class Reception:
         """No answer (None) where another batcher is the owner: it gives the answer."""
         answer: wire.Message | None
         try:
-            answer = await work
+            answer = await work()
         except RequestError as error:
             answer = refusal(error)
         except StoreError:

@@ -47,6 +47,7 @@ SILENT_S = 10.0
 """An edge that sends nothing for this long (it pings every half second) is gone."""
 HEARD_S = 1.0
 """Bytes within this time make the edge present."""
+PING_S = 0.5
 SEND_S = 10.0
 """A socket that takes nothing for this long is cut."""
 FRAMES = 64
@@ -225,11 +226,19 @@ class EdgeConnection:
         with contextlib.suppress(asyncio.QueueFull):
             self._frames.put_nowait(replace(refusal(error), session=session))
 
+    async def _next_frame(self) -> Message:
+        """A ping where there is nothing to send: an edge whose upload is slow hears that the link lives."""
+        try:
+            async with asyncio.timeout(PING_S):
+                return await self._frames.get()
+        except TimeoutError:
+            return Ping(t_sent=int(time.monotonic() * 1000))
+
     async def _write(self) -> None:
         """The one writer. A socket that takes nothing for SEND_S is cut."""
         try:
             while True:
-                data = encode_wan(await self._frames.get())
+                data = encode_wan(await self._next_frame())
                 self.service.metrics.add(telemetry.WAN_BYTES, len(data), direction="down")
                 async with asyncio.timeout(SEND_S):
                     await self.socket.send_frame(data, WSMsgType.TEXT)

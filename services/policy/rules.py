@@ -21,12 +21,12 @@ WINDOW_CAPS = (64, 16, 8, 4)
 
 @dataclass(frozen=True)
 class Marks:
-    """pressure: runnable sessions that a step had no room for, per ready verifier; cells: share of KV cells in use.
-    `looks` in a row (one a second) above the high or below the low mark change a decision."""
+    """pressure: runnable sessions that a step had no room for, per ready verifier; cells: share of KV cells in use;
+    busy: share of time spent in steps (between short steps a verifier waits for the bus). `looks` in a row (one a second) above the high or below the low mark change a decision."""
 
     pressure_high: float = 1.0
     pressure_low: float = 0.25
-    busy_high: float = 0.9
+    busy_high: float = 0.5
     cells_high: float = 0.9
     cells_low: float = 0.75
     looks_up: int = 3

@@ -101,6 +101,11 @@ class Session:
     def held(self) -> int:
         return self.trie.held
 
+    @property
+    def room(self) -> int:
+        """Longest chain that the completion has room for: its last token is always the target's own."""
+        return max(0, self._ends.limit - self.completion - 1)
+
     # --- drafts ----------------------------------------------------------------------------------------------------
 
     def offer(self, block: DraftBlock) -> Offer:
@@ -187,8 +192,7 @@ class Session:
     def plan(self, limit: int) -> Plan:
         """The next step: the best held chain of at most `limit` tokens, clipped to what the completion may still take
         and behind an end token. It is in flight until `decide` or `forget`."""
-        room = self._ends.limit - self.completion - 1
-        chain = self.trie.best_chain(max(0, min(limit, room)))
+        chain = self.trie.best_chain(max(0, min(limit, self.room)))
         for index, node in enumerate(chain):
             if node.token in self._ends.end_ids:
                 chain = chain[: index + 1]

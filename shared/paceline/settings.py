@@ -90,7 +90,7 @@ class Settings(_Base):
     """None: what the model was trained for."""
     cells: Positive | None = None
     """KV cells of the target, shared by all sessions; None: four contexts."""
-    chunk_tokens: Positive = 256
+    chunk_tokens: Positive = 64
     """Longest prefill chunk in one step: what another session waits for at most."""
     max_step_tokens: Positive = 256
     """Draft and decode tokens in one verify step, prefill chunk not counted."""
