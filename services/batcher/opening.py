@@ -1,15 +1,17 @@
-"""What is admitted: checks of an opening and of a resume, before anything is stored. Pure."""
+"""Openings and resumes: what is admitted, what is stored, what is answered. No I/O."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
+from secrets import randbits
 
 import msgspec
 
 from paceline.errors import BadRequest, Conflict, ContextLengthExceeded, NotFound, Unauthorized
-from paceline.wire import Failure, Sampling, SessionOpen, SessionResume, prefix_hash
+from paceline.store import SessionRecord
+from paceline.wire import Failure, Sampling, SessionOpen, SessionOpened, SessionResume, Verdict, prefix_hash
 
 MAX_STOP_BYTES = 1024
 
@@ -95,3 +97,45 @@ def check_owner(resume: SessionResume, tenant: str, secret: str) -> None:
 def agrees(tokens: Sequence[int], resume: SessionResume) -> bool:
     """Do we hold what the client holds?"""
     return resume.position <= len(tokens) and prefix_hash(tokens[: resume.position]) == resume.prefix_hash
+
+
+def new_record(opened: SessionOpen, max_tokens: int, epoch: int, *, secret: str, now: float) -> SessionRecord:
+    """Of an admitted opening; a seed that the client did not name is drawn here."""
+    return SessionRecord(
+        session=opened.session,
+        tenant=opened.tenant,
+        opened=opened,
+        secret=secret,
+        seed=randbits(63) if opened.seed is None else opened.seed,
+        prompt_length=len(opened.tokens),
+        max_tokens=max_tokens,
+        epoch=epoch,
+        tokens=opened.tokens,
+        connection=1,
+        created=now,
+    )
+
+
+def answer_to(record: SessionRecord, connection: int, position: int) -> SessionOpened:
+    return SessionOpened(
+        session=record.session,
+        secret=record.secret,
+        connection=connection,
+        epoch=record.epoch,
+        seed=record.seed,
+        prompt_length=record.prompt_length,
+        max_tokens=record.max_tokens,
+        position=position,
+        speculation=record.opened.speculation,
+    )
+
+
+def last_words(record: SessionRecord) -> Verdict:
+    """What there is left to say of a finished session."""
+    return Verdict(
+        session=record.session,
+        epoch=record.epoch,
+        at=record.tip,
+        counters=record.counters,
+        finish=record.finish,  # type: ignore[arg-type]
+    )

@@ -2,7 +2,8 @@
 
 Without a held draft a session gets a plain step at once where filling is on (its own wish and the policy's), else when
 its patience ends. Sessions without speculation are always filled, and so are those whose only source, the hosted
-drafter, is not there, and those whose last token is due: no draft fits before it. While drafts are waited for, the history is fed already.
+drafter, is not there, and those whose last token is due: no draft fits before it. While drafts are waited for, the
+history is fed already.
 """
 
 from __future__ import annotations

@@ -34,7 +34,16 @@ from services.batcher.commit import Committer
 from services.batcher.directory import Directory
 from services.batcher.leases import Leases
 from services.batcher.live import Live, Table
-from services.batcher.opening import HISTORY_LOST, Limits, admit, agrees, check_owner
+from services.batcher.opening import (
+    HISTORY_LOST,
+    Limits,
+    admit,
+    agrees,
+    answer_to,
+    check_owner,
+    last_words,
+    new_record,
+)
 from services.batcher.placement import Placement
 
 log = structlog.get_logger("batcher")
@@ -132,7 +141,7 @@ class Reception:
             return None
         known = house.table.get(opened.session)
         if known is not None and (known.tenant, known.session.record.opened.tokens) == (opened.tenant, opened.tokens):
-            return _opened(known.session.record, known.session.connection, known.durable)
+            return answer_to(known.session.record, known.session.connection, known.durable)
         if len(house.table) + len(self._opening) >= MAX_SESSIONS:
             raise Overloaded(f"this batcher holds {MAX_SESSIONS} sessions, its bound", code="too_many_sessions")
         admitted, max_tokens = admit(opened, self._limits())
@@ -157,7 +166,7 @@ class Reception:
         epoch = self._house.leases.epoch(partition)
         if epoch is None:
             return None
-        record = _record(opened, max_tokens, epoch)
+        record = new_record(opened, max_tokens, epoch, secret=secrets.token_hex(16), now=time.time())
         with telemetry.tracer.start_as_current_span(telemetry.SPAN_OPEN) as span:
             span.set_attribute(telemetry.ATTR_SESSION, record.session)
             await self._service.sessions.create(record)
@@ -165,7 +174,7 @@ class Reception:
         live = self._house.arrivals.begin(record, partition, headers, present=True)
         if live is not None and record.session in self._closed_early:
             self._house.cancel(live)
-        return _opened(record, record.connection, record.tip)
+        return answer_to(record, record.connection, record.tip)
 
     # --- resuming ---
 
@@ -186,8 +195,8 @@ class Reception:
         connection = await self._service.sessions.next_connection(message.session)
         if isinstance(found, Live):
             return await self._bind(found, connection)
-        await house.committer.publish(_ended(found))
-        return _opened(record, connection, found.tip)
+        await house.committer.publish(last_words(found))
+        return answer_to(record, connection, found.tip)
 
     async def _bind(self, live: Live, connection: int) -> wire.Message:
         """The highest connection wins, also when two resumes overtake each other."""
@@ -196,7 +205,7 @@ class Reception:
         live.shown_cap = None
         self._house.present(live)
         await self._house.committer.announce(live)
-        return _opened(live.session.record, connection, live.durable)
+        return answer_to(live.session.record, connection, live.durable)
 
     # --- closing, presence, moves ---
 
@@ -212,7 +221,7 @@ class Reception:
         else:
             found = live or await house.arrivals.find(message.session)
             if isinstance(found, SessionRecord):
-                await house.committer.publish(_ended(found))
+                await house.committer.publish(last_words(found))
             elif found is not None and (not message.connection or message.connection >= found.session.connection):
                 house.cancel(found)
         return wire.Ack()
@@ -242,7 +251,7 @@ class Reception:
                 return
             found = await self._house.arrivals.find(message.session)
             if isinstance(found, SessionRecord):
-                await self._house.committer.publish(_ended(found))
+                await self._house.committer.publish(last_words(found))
             elif found is not None:
                 self._hear(found, message)
         except (StoreError, StaleEpoch) as error:
@@ -262,47 +271,6 @@ class Reception:
         house.placement.move(live, message.verifier, fed=message.warmed)
         house.kick()
         return wire.Ack()
-
-
-def _record(opened: wire.SessionOpen, max_tokens: int, epoch: int) -> SessionRecord:
-    return SessionRecord(
-        session=opened.session,
-        tenant=opened.tenant,
-        opened=opened,
-        secret=secrets.token_hex(16),
-        seed=secrets.randbits(63) if opened.seed is None else opened.seed,
-        prompt_length=len(opened.tokens),
-        max_tokens=max_tokens,
-        epoch=epoch,
-        tokens=opened.tokens,
-        connection=1,
-        created=time.time(),
-    )
-
-
-def _opened(record: SessionRecord, connection: int, position: int) -> wire.SessionOpened:
-    return wire.SessionOpened(
-        session=record.session,
-        secret=record.secret,
-        connection=connection,
-        epoch=record.epoch,
-        seed=record.seed,
-        prompt_length=record.prompt_length,
-        max_tokens=record.max_tokens,
-        position=position,
-        speculation=record.opened.speculation,
-    )
-
-
-def _ended(record: SessionRecord) -> wire.Verdict:
-    """What there is left to say of a finished session."""
-    return wire.Verdict(
-        session=record.session,
-        epoch=record.epoch,
-        at=record.tip,
-        counters=record.counters,
-        finish=record.finish,  # type: ignore[arg-type]
-    )
 
 
 def _put(table: OrderedDict[str, Any], key: str, value: object) -> None:

@@ -22,7 +22,8 @@ WINDOW_CAPS = (64, 16, 8, 4)
 @dataclass(frozen=True)
 class Marks:
     """pressure: runnable sessions that a step had no room for, per ready verifier; cells: share of KV cells in use;
-    busy: share of time spent in steps (between short steps a verifier waits for the bus). `looks` in a row (one a second) above the high or below the low mark change a decision."""
+    busy: share of time spent in steps (between short steps a verifier waits for the bus). `looks` in a row (one a
+    second) above the high or below the low mark change a decision."""
 
     pressure_high: float = 1.0
     pressure_low: float = 0.25

@@ -13,12 +13,12 @@ from paceline import subjects, telemetry
 from paceline.bus import Received
 from paceline.bus_memory import MemoryBus
 from paceline.coupling import choose
+from paceline.ends import Ends
 from paceline.engine import DraftEngine, Guess, Rule
 from paceline.engine_simulated import SimulatedDraft, World
 from paceline.errors import EngineError, NoResponders, NotFound, Overloaded
 from paceline.served_card import served_card
 from paceline.service import Service
-from paceline.ends import Ends
 from paceline.session import Session
 from paceline.settings import Settings
 from paceline.store import SessionRecord

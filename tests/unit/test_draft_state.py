@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.draft_state import DraftState
-from paceline.engine import Guess
 from paceline.ends import Ends
+from paceline.engine import Guess
 from paceline.session import Session
 from paceline.store import SessionRecord
 from paceline.wire import Bounds, DraftBlock, Sampling, SessionOpen, Speculation, Timing, Verdict, decode, encode

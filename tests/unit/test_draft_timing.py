@@ -14,8 +14,8 @@ from itertools import count
 import pytest
 
 from paceline.draft_state import DraftState
-from paceline.engine import Guess
 from paceline.ends import Ends
+from paceline.engine import Guess
 from paceline.session import Session
 from paceline.store import SessionRecord
 from paceline.wire import Bounds, DraftBlock, Sampling, SessionOpen, Speculation, Timing, Verdict
