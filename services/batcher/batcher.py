@@ -14,11 +14,11 @@ import structlog
 
 from paceline import subjects, wire
 from paceline.bus import Received
-from paceline.errors import BusError, ModelError
+from paceline.errors import BusError
 from paceline.model_card import ModelCard
+from paceline.served_card import served_card
 from paceline.service import Service
 from paceline.session import Commit
-from paceline.settings import Settings
 from services.batcher.arrivals import Arrivals
 from services.batcher.commit import Committer
 from services.batcher.directory import Directory
@@ -45,19 +45,6 @@ STRANDED_S = 60.0
 """A session that no verifier serves for this long ends with an error."""
 REST_S = 1.0
 NO_VERIFIER = wire.Failure(status=503, code="verifier_unavailable", message="no verifier was ready for a minute")
-
-
-def load_card(settings: Settings) -> ModelCard:
-    """Raises ModelError when the model was not pulled. The toy model needs no pulling."""
-    path = settings.models_dir / settings.model / "card.json"
-    if settings.model == "toy" and not path.exists():
-        from paceline.engine_simulated import toy_card
-
-        return toy_card()
-    card = ModelCard.load(path)
-    if card.model != settings.model:
-        raise ModelError(f"{path} is the card of {card.model!r}, not of {settings.model!r}")
-    return card
 
 
 class Batcher:
@@ -288,7 +275,7 @@ class Batcher:
 
 @asynccontextmanager
 async def body(service: Service) -> AsyncIterator[None]:
-    batcher = Batcher(service, await asyncio.to_thread(load_card, service.settings))
+    batcher = Batcher(service, await asyncio.to_thread(served_card, service.settings))
     await batcher.start()
     try:
         yield

@@ -196,6 +196,7 @@ class NatsBus:
     async def _wait_connected(self, timeout_s: float) -> None:
         if self._client.is_connected:
             return
+        self._up.clear()  # the loss may be known here before the client's callback has run
         try:
             async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation on Python 3.11
                 await self._up.wait()

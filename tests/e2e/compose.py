@@ -1,4 +1,4 @@
-"""`make test-compose`: build the images, compose up, stream an answer, down and up again, the same answer.
+"""`make test-compose`: build the images, compose up, stream answers, down and up again with all state kept.
 
 Not part of `make test`: it needs a container engine. COMPOSE and BUILD name the commands (`docker compose`,
 `docker build`); everything is taken down at the end, volumes included.
@@ -7,6 +7,7 @@ Not part of `make test`: it needs a container engine. COMPOSE and BUILD name the
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -34,7 +35,12 @@ IMAGES: dict[str, tuple[str, str]] = {
 TAG = "test"
 MODEL = "smollm2"
 READY_S = 600.0
+STARTED = time.monotonic()
+SERVICES = ("gateway", "batcher", "verifier", "drafter", "policy", "migrator")
+WITHOUT_LLAMA = ("gateway", "batcher", "policy", "migrator")
+HAS_LLAMA = "import importlib.util as u, sys; sys.exit(u.find_spec('llama_cpp') is None)"
 QUESTION = "Name three colours of the rainbow."
+LENGTH = 48
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,16 @@ class Engine:
     def logs(self) -> None:
         subprocess.run([*shlex.split(self.compose), "logs", "--tail", "40"], cwd=ROOT, env=self._all(), check=False)
 
-    def key(self) -> str:
-        """The API key that the stack made for itself."""
-        command = [*shlex.split(self.compose), "exec", "-T", "gateway", "cat", "/keys/key"]
-        return subprocess.run(
-            command, cwd=ROOT, env=self._all(), check=True, stdout=subprocess.PIPE, text=True
-        ).stdout.strip()
+    def inside(self, service: str, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in a container; its exit code is the caller's to judge."""
+        whole = [*shlex.split(self.compose), "exec", "-T", service, *command]
+        return subprocess.run(whole, cwd=ROOT, env=self._all(), check=False, capture_output=True, text=True)
+
+    def edge(self, key: str, *arguments: str) -> str:
+        """What the edge image's command line prints."""
+        whole = [*shlex.split(self.compose), "run", "--rm", "-T", "edge", *arguments]
+        environment = {**self._all(), "PACELINE_API_KEY": key}
+        return subprocess.run(whole, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def _run(self, command: list[str]) -> None:
         subprocess.run(command, cwd=ROOT, env=self._all(), check=True)
@@ -77,17 +87,27 @@ class Engine:
 
 
 def step(text: str) -> None:
-    sys.stdout.write(f"--- {text}\n")
+    sys.stdout.write(f"--- {time.monotonic() - STARTED:5.0f} s  {text}\n")
     sys.stdout.flush()
 
 
-def wait_ready(url: str) -> None:
-    """Until /readyz says 200. The image's health check asks the same."""
+def healthy(engine: Engine) -> None:
+    """Every service passes its own health check. The gateway's, which `up` waits for, comes after most of them."""
+    deadline = time.monotonic() + READY_S
+    for service in SERVICES:
+        while (said := engine.inside(service, "ready")).returncode:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{service} is not ready after {READY_S:.0f} s: {said.stderr or said.stdout}")
+            time.sleep(1)
+    step(f"healthy: {', '.join(SERVICES)}")
+
+
+def wait_served(url: str) -> None:
+    """Until the published port answers /readyz with 200."""
     deadline, said = time.monotonic() + READY_S, "nothing"
     while time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(f"{url}/readyz", timeout=5) as answer:
-                step(f"ready: {answer.read().decode()}")
+            with urllib.request.urlopen(f"{url}/readyz", timeout=5):
                 return
         except urllib.error.HTTPError as error:
             said = error.read().decode()
@@ -97,29 +117,72 @@ def wait_ready(url: str) -> None:
     raise SystemExit(f"not ready after {READY_S:.0f} s: {said}")
 
 
-def answer(url: str, key: str) -> str:
+def by_openai(url: str, key: str) -> str:
     """One streamed answer, through the official client."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=120, max_retries=0) as client:
         stream = client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": QUESTION}], max_tokens=48, temperature=0, stream=True
+            model=MODEL, messages=[{"role": "user", "content": QUESTION}], max_tokens=LENGTH, temperature=0, stream=True
         )
         parts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     text = "".join(parts)
-    step(f"{len(parts)} chunks: {text!r}")
+    step(f"openai, {len(parts)} chunks: {text!r}")
     return text
+
+
+def by_curl(url: str, key: str) -> str:
+    """The same, as a user without any library asks."""
+    messages = [{"role": "user", "content": QUESTION}]
+    body = {"model": MODEL, "stream": True, "max_tokens": LENGTH, "temperature": 0, "messages": messages}
+    command = ["curl", "-sSN", "--fail-with-body", "--max-time", "120", f"{url}/v1/chat/completions"]
+    headers = ["-H", f"Authorization: Bearer {key}", "-H", "Content-Type: application/json"]
+    told = subprocess.run([*command, *headers, "-d", json.dumps(body)], check=True, stdout=subprocess.PIPE, text=True)
+    events = [line.removeprefix("data: ") for line in told.stdout.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]", told.stdout
+    choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    step(f"curl, {len(events)} events: {text!r}")
+    return text
+
+
+def by_edge(engine: Engine, key: str) -> str:
+    """The same from a device: the edge image drafts, the cloud verifies."""
+    told = json.loads(engine.edge(key, "run", QUESTION, "--max-tokens", str(LENGTH), "--temperature", "0", "--json"))
+    text = str(told["text"])
+    step(f"edge: {text!r}")
+    return text
+
+
+def key_of(engine: Engine) -> str:
+    """The API key that the stack made for itself; it is an admin's."""
+    listed = engine.inside("gateway", "python", "-m", "services.gateway.keys", "list", "--file", "/keys/keys.toml")
+    assert listed.stdout.split()[1:] == ["local", "admin"], listed
+    return engine.inside("gateway", "cat", "/keys/key").stdout.strip()
+
+
+def stored(engine: Engine) -> set[str]:
+    """Sessions in Redis; finished ones stay for ten minutes."""
+    return set(engine.inside("redis", "redis-cli", "--scan", "--pattern", "pl:s:*:rec").stdout.split())
 
 
 def check(engine: Engine, url: str) -> None:
     engine.up()
-    wait_ready(url)
-    key = engine.key()
-    first = answer(url, key)
-    assert len(first) > 20, first
+    healthy(engine)
+    wait_served(url)
+    for service in WITHOUT_LLAMA:
+        assert engine.inside(service, "python", "-c", HAS_LLAMA).returncode, f"llama.cpp is in the image of {service}"
+    key = key_of(engine)
+    text = by_openai(url, key)
+    assert len(text) > 20, text
+    assert by_curl(url, key) == text, "curl got another answer"
+    assert by_edge(engine, key) == text, "the edge got another answer"
+    before = stored(engine)
     engine.down()
     engine.up()
-    wait_ready(url)
-    assert engine.key() == key, "the key did not survive"
-    assert answer(url, key) == first, "the same question has another answer"
+    healthy(engine)
+    wait_served(url)
+    assert before and before <= stored(engine), "Redis lost sessions"
+    assert key_of(engine) == key, "the key did not survive"
+    assert by_openai(url, key) == text, "the same question has another answer"
 
 
 def main() -> None:
