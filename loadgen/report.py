@@ -23,14 +23,14 @@ Column = tuple[str, str, str]
 BRIEF: tuple[Column, ...] = (
     ("ms/token", "itl_ms_mean", "{:.1f}"),
     ("first ms", "ttft_ms_p50", "{:.0f}"),
-    ("acceptance", "acceptance", "{:.2f}"),
+    ("acceptance", "acceptance", "{:.0%}"),
     ("tokens/step", "verifier_steps_per_token", "{:.2f}"),
 )
 FULL: tuple[Column, ...] = (
     ("ms/token", "itl_ms_mean", "{:.1f}"),
     ("p99", "itl_ms_p99", "{:.0f}"),
     ("first", "ttft_ms_p50", "{:.0f}"),
-    ("accept.", "acceptance", "{:.2f}"),
+    ("accept.", "acceptance", "{:.0%}"),
     ("tok/step", "verifier_steps_per_token", "{:.2f}"),
     ("B up", "bytes_up_per_drafted_token", "{:.1f}"),
     ("B down", "bytes_down_per_committed_token", "{:.1f}"),

@@ -65,15 +65,29 @@ class Cores:
 
 @asynccontextmanager
 async def rig(pair: str, say: Say, *, rtt_ms: float = 0.0) -> AsyncIterator[Rig]:
-    """Everything ready inside, nothing left afterwards; after a failure the logs stay, and `say` tells where."""
+    """Everything ready inside, nothing left afterwards; after a failure (an interrupt is none) the logs stay, and `say`
+    tells where."""
     root = Path(tempfile.mkdtemp(prefix="paceline-loadgen-"))
     try:
         async with _standing(pair, root, rtt_ms, say) as standing:
             yield standing
-    except BaseException:
+    except Exception:
+        _keep_logs(root)
         say(f"logs: {root / 'logs'}")
         raise
+    except BaseException:
+        shutil.rmtree(root)
+        raise
     shutil.rmtree(root)
+
+
+def _keep_logs(root: Path) -> None:
+    """Keys and data go."""
+    for path in root.iterdir():
+        if path.is_file():
+            path.unlink()
+        elif path.name != "logs":
+            shutil.rmtree(path)
 
 
 @asynccontextmanager

@@ -13,14 +13,16 @@ import structlog
 from rich.console import Console
 
 from edge_client.cli import app
+from edge_client.drafts import NoDraftModel
+from edge_client.faults import NoGateway
 from edge_client.interrupts import EXIT_CODE
-from paceline.errors import FatalError, ModelError, PacelineError, RequestError, Unauthorized, Unavailable
+from paceline.errors import FatalError, PacelineError, RequestError, Unauthorized
 
-_HINTS: dict[type[PacelineError], str] = {
-    Unauthorized: "the key comes from --key or PACELINE_API_KEY; `python -m services.gateway.keys add` makes one",
-    ModelError: "without drafts from here: --hosted (the cloud drafts too) or --no-speculation",
-    Unavailable: "is the gateway running there? --gateway or PACELINE_GATEWAY_URL names another",
-}
+_LOCAL_KEY = "export PACELINE_API_KEY=$(cat .state/key)"
+_NO_KEY = f"after `make up` on this machine: {_LOCAL_KEY}; elsewhere the gateway's operator makes one"
+_WRONG_KEY = f"the key of a gateway that `make up` started is in .state/key: {_LOCAL_KEY}"
+_NO_DRAFTS = "without drafts from here: --hosted (the cloud drafts too) or --no-speculation"
+_NO_GATEWAY = "is the gateway running there? --gateway or PACELINE_GATEWAY_URL names another"
 
 
 def main() -> None:
@@ -45,9 +47,18 @@ def _explain(error: PacelineError) -> None:
         sys.stdout.write(orjson.dumps(answer).decode() + "\n")
     console = Console(stderr=True, highlight=False)
     console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-    hint = next((text for kind, text in _HINTS.items() if isinstance(error, kind)), None)
+    hint = _hint(error)
     if hint is not None:
         console.print(f"       {hint}", style="dim", markup=False, soft_wrap=True)
+
+
+def _hint(error: PacelineError) -> str | None:
+    """What to do about it, where that is known."""
+    if isinstance(error, Unauthorized):
+        return _NO_KEY if error.code == "missing_api_key" else _WRONG_KEY
+    if isinstance(error, NoDraftModel):
+        return _NO_DRAFTS
+    return _NO_GATEWAY if isinstance(error, NoGateway) else None
 
 
 if __name__ == "__main__":

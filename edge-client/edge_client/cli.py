@@ -12,8 +12,9 @@ import typer
 from pydantic import SecretStr
 from rich.table import Table
 
-from edge_client import figures
+from edge_client import system_view
 from edge_client.api import GatewayApi
+from edge_client.figures import counted
 from edge_client.running import Options, Screen, chat, key_of, read_prompt, run_once
 from paceline import models, wire
 from paceline.errors import ModelError
@@ -47,6 +48,7 @@ Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same answer.")
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="End the answer before this text; may be repeated.")]
 System = Annotated[str | None, typer.Option("--system", help="Instructions that come before the conversation.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object with text, usage and figures, for scripts.")]
+Report = Annotated[bool, typer.Option("--json", help="The gateway's report as one JSON object, for scripts.")]
 ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="Colour tokens by how they came about.")]
 ShowStats = Annotated[bool, typer.Option("--stats", help="Figures after the answer.")]
 Drafting = Annotated[bool, typer.Option("--speculation/--no-speculation", help="Off: the cloud decodes by itself.")]
@@ -131,13 +133,13 @@ def chat_command(  # noqa: PLR0917 (each is an option)
 
 
 @app.command()
-def status(gateway: Gateway = None, key: Key = None, as_json: Json = False) -> None:
+def status(gateway: Gateway = None, key: Key = None, as_json: Report = False) -> None:
     """What the cloud is doing: verifiers, batchers, drafters, and what the policy decided and why."""
     report = _asked(_settings(gateway, key), lambda api: api.system())
     if as_json:
         _print_json(report)
     else:
-        Screen().out.print(figures.system(report))
+        Screen().out.print(system_view.system(report))
 
 
 @app.command()
@@ -146,7 +148,7 @@ def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Let it take sessions again.")] = False,
     gateway: Gateway = None,
     key: Key = None,
-    as_json: Json = False,
+    as_json: Report = False,
 ) -> None:
     """Move all sessions off a verifier; their streams go on. Needs an admin key."""
     screen = Screen()
@@ -157,9 +159,10 @@ def drain(
     elif undo:
         screen.out.print(f"{report.verifier} takes sessions again")
     else:
-        screen.out.print(f"moved {report.moved} sessions off {report.verifier} in {report.seconds:.1f} s")
+        moved = counted(report.moved, "session")
+        screen.out.print(f"moved {moved} off {report.verifier} in {report.seconds:.1f} s", markup=False, soft_wrap=True)
         if report.remaining:
-            screen.err.print(f"{report.remaining} sessions are still there", style="red")
+            screen.err.print(f"still there: {counted(report.remaining, 'session')}", style="red")
             raise typer.Exit(1)
 
 
@@ -180,9 +183,9 @@ def models_pull(name: Annotated[str | None, typer.Argument(help="Pair; default: 
     """Fetch a pair, quantise what is needed, check it. What is there already is kept."""
     settings, screen = Settings.load(), Screen()
     pair = name or settings.model
-    with screen.err.status(f"pulling {pair}") as moving:
-        pulled = models.pull(pair, settings.models_dir, _stages(screen, moving), extra=settings.catalog_file)
-    screen.out.print(f"{pair} is in {pulled.folder}")
+    with screen.err.status(f"pulling {pair}"):
+        pulled = models.pull(pair, settings.models_dir, _stages(screen), extra=settings.catalog_file)
+    screen.out.print(f"{pair} is in {pulled.folder}", markup=False, soft_wrap=True)
 
 
 @models_app.command("verify")
@@ -190,8 +193,8 @@ def models_verify(name: Annotated[str | None, typer.Argument(help="Pair; default
     """Read every byte of a pulled pair and compare it with what was recorded."""
     settings, screen = Settings.load(), Screen()
     pair = name or settings.model
-    with screen.err.status(f"verifying {pair}") as moving:
-        models.verify(pair, settings.models_dir, _stages(screen, moving), extra=settings.catalog_file)
+    with screen.err.status(f"verifying {pair}"):
+        models.verify(pair, settings.models_dir, _stages(screen), extra=settings.catalog_file)
     screen.out.print(f"{pair} is whole")
 
 
@@ -218,12 +221,14 @@ def _print_json(message: wire.Message) -> None:
     typer.echo(wire.encode(message).decode())
 
 
-def _stages(screen: Screen, moving: Any) -> Callable[[str], None]:
-    """Each step as a line that stays, and beside the spinner while it lasts."""
+def _stages(screen: Screen) -> Callable[[str], None]:
+    """Each step as a line that stays. Both models of a pair may begin with the same one: it is told once."""
+    told: set[str] = set()
 
     def show(line: str) -> None:
-        screen.err.print(f"  {line}", markup=False)
-        moving.update(line)
+        if line not in told:
+            told.add(line)
+            screen.err.print(f"  {line}", markup=False)
 
     return show
 

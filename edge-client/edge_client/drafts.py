@@ -8,11 +8,16 @@ from typing import Protocol
 
 from paceline import models
 from paceline.engine import DraftEngine
+from paceline.errors import ModelError
 from paceline.model_card import ModelCard, check_vocabularies
 from paceline.settings import Settings
 
 MOST_CELLS = 8192
 """KV of one draft model at most, in tokens; sessions beyond that go on without drafts from here."""
+
+
+class NoDraftModel(ModelError):
+    """Nothing here can draft for that target; the cloud answers all the same."""
 
 
 class Stage(Protocol):
@@ -22,15 +27,23 @@ class Stage(Protocol):
 
 
 async def load_draft(card: ModelCard, settings: Settings, stage: Stage) -> DraftEngine:
-    """For the target that `card` describes. Raises ModelError: the draft model was not pulled (says how to), or its
+    """For the target that `card` describes. Raises NoDraftModel: the draft model was not pulled (says how to), or its
     vocabulary differs in content (names the first differing id). Drafting happens in a thread of the engine's own."""
     if card.simulated:
         return _simulated(card, settings)
-    pulled = await asyncio.to_thread(models.find, card.model, settings.models_dir, extra=settings.catalog_file)
-    own = await asyncio.to_thread(ModelCard.load, pulled.draft_card)
+    try:
+        pulled = await asyncio.to_thread(_fitting, card, settings)
+        return await _llama(pulled.draft, card, settings, stage)
+    except ModelError as error:
+        raise NoDraftModel(str(error)) from error
+
+
+def _fitting(card: ModelCard, settings: Settings) -> models.PulledPair:
+    pulled = models.find(card.model, settings.models_dir, extra=settings.catalog_file)
+    own = ModelCard.load(pulled.draft_card)
     if own.fingerprint != card.fingerprint:
-        await asyncio.to_thread(check_vocabularies, card, own)
-    return await _llama(pulled.draft, card, settings, stage)
+        check_vocabularies(card, own)
+    return pulled
 
 
 async def _llama(path: Path, card: ModelCard, settings: Settings, stage: Stage) -> DraftEngine:

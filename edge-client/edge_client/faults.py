@@ -23,6 +23,10 @@ class LinkDown(TransientError):
     """There is no link at this moment; it is being dialled again."""
 
 
+class NoGateway(Unavailable):
+    """Nobody answers at the gateway's address, or something that is no gateway."""
+
+
 def failure_of(refused: wire.Refused) -> RequestError:
     """The error that a Refused carries."""
     fault = refused.error
@@ -37,6 +41,8 @@ def plain_cause(error: BaseException) -> str:
     inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(inner, OSError) and inner.errno in errno.errorcode:
         return os.strerror(inner.errno or 0).lower()
+    if isinstance(inner, aiohttp.ClientResponseError):  # its text is a dump of what came
+        return "what is there speaks no HTTP"
     return str(inner) or type(inner).__name__
 
 
@@ -55,9 +61,9 @@ class explained:
         if isinstance(error, aiohttp.InvalidURL):
             raise NotFound(f"`{self._url}` is no gateway URL (expected http://host:port)") from error
         if isinstance(error, TimeoutError):
-            raise Unavailable(f"the gateway at {self._url} did not answer in time") from error
+            raise NoGateway(f"the gateway at {self._url} did not answer in time") from error
         if isinstance(error, aiohttp.ClientError | OSError | LinkDown):
-            raise Unavailable(f"no gateway answers at {self._url}: {plain_cause(error)}") from error
+            raise NoGateway(f"no gateway answers at {self._url}: {plain_cause(error)}") from error
 
 
 def _handshake_error(url: str, status: int) -> RequestError:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from edge_client.stats import Stats
-from paceline import wire
 
 KIND_STYLES = {"e": "green", "h": "cyan", "l": "magenta", "c": "yellow", "b": "bright_white", "f": "blue"}
 """By wire.KINDS' letters."""
@@ -39,111 +37,40 @@ def figures(stats: Stats) -> Table:
 
 
 def _rows(stats: Stats) -> list[tuple[str, str]]:
-    counters = stats.counters
-    speed = f"{_n(stats.itl_ms)} ms a token, {_n(stats.tokens_per_s)} tokens/s, first after {_n(stats.ttft_ms, 0)} ms"
-    steps = f"{counters.steps}, {_n(stats.steps_per_token, 2)} a token"
     up, down = stats.bytes_up_per_drafted_token, stats.bytes_down_per_committed_token
     rows = [
         ("tokens", f"{stats.prompt_tokens} prompt, {stats.completion_tokens} completion"),
-        ("speed", speed),
-        ("verify steps", steps),
-        ("drafted", f"{stats.drafted}, accepted {stats.accepted}, acceptance {_percent(stats.acceptance)}"),
-        ("bytes", f"{_n(up)} up a drafted token, {_n(down)} down a committed token"),
-        ("link", f"{_n(stats.link_round_trip_ms, 0)} ms round trip, {stats.cuts} cuts"),
-    ]
-    if stats.draft_ms is not None:
-        rows.append(("draft model", f"{_n(stats.draft_ms)} ms a token"))
-    return rows
+        ("speed", _known((stats.itl_ms, "{:.1f} ms a token"), (stats.tokens_per_s, "{:.1f} tokens/s"),
+                         (stats.ttft_ms, "first after {:.0f} ms"))),
+        ("verify steps", _known((stats.counters.steps, "{}"), (stats.steps_per_token, "{:.2f} a token"))),
+        ("drafted", _drafts(stats)),
+        ("bytes", _known((up, "{:.1f} up a drafted token"), (down, "{:.1f} down a committed token"))),
+        ("link", _known((stats.link_round_trip_ms, "{:.0f} ms round trip"), (counted(stats.cuts, "cut"), "{}"))),
+        ("draft model", _known((stats.draft_ms, "{:.1f} ms a token"))),
+    ]  # fmt: skip
+    return [(name, value) for name, value in rows if value]
+
+
+def _drafts(stats: Stats) -> str:
+    """The rate is named by what it is a share of: few of the drafts are verified when they come too late."""
+    rate = "" if stats.acceptance is None else f" ({stats.acceptance:.0%} of the verified)"
+    return f"{stats.drafted}, verified {stats.verified}, accepted {stats.accepted}{rate}"
+
+
+def _known(*parts: tuple[Any, str]) -> str:
+    """The parts that are known, formatted; others are left out."""
+    return ", ".join(form.format(value) for value, form in parts if value is not None)
+
+
+def counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def stats_json(stats: Stats) -> dict[str, Any]:
     """Everything in Stats and what follows from it."""
     plain: dict[str, Any] = msgspec.to_builtins(stats)
-    for name in ("drafted", "accepted", "acceptance", "steps_per_token"):
+    for name in ("drafted", "verified", "accepted", "acceptance", "by_source", "steps_per_token"):
         plain[name] = getattr(stats, name)
     for name in ("bytes_up_per_drafted_token", "bytes_down_per_committed_token"):
         plain[name] = getattr(stats, name)
     return plain
-
-
-def system(report: wire.SystemReport) -> RenderableType:
-    """What `paceline status` shows."""
-    return Group(_verifiers(report), _batchers(report), _drafters(report), *_decisions(report))
-
-
-def _verifiers(report: wire.SystemReport) -> Table:
-    table = _table("verifiers", "name", "model", "state", "engine", "sessions", "busy", "KV cells", "steps", "step ms")
-    for item in report.verifiers:
-        engine = _engine(item.engine, item.simulated)
-        cells = f"{item.cells_used}/{item.cells_total}"
-        table.add_row(
-            item.verifier, item.model, _state(item.state, item.detail), engine, str(item.sessions),
-            f"{item.busy:.0%}", cells, str(item.steps), _curve(item.step_ms),
-        )  # fmt: skip
-    return table
-
-
-def _batchers(report: wire.SystemReport) -> Table:
-    table = _table(
-        "batchers", "name", "model", "sessions", "parked", "waiting", "partitions", "committed", "accepted", "filled"
-    )
-    for item in report.batchers:
-        numbers = (
-            item.sessions,
-            item.parked,
-            item.waiting,
-            item.partitions,
-            item.committed,
-            item.accepted,
-            item.filled,
-        )
-        table.add_row(item.batcher, item.model, *map(str, numbers))
-    return table
-
-
-def _drafters(report: wire.SystemReport) -> Table:
-    table = _table("hosted drafters", "name", "model", "state", "engine", "sessions", "drafted")
-    for item in report.drafters:
-        engine = _engine(item.engine, item.simulated)
-        state = _state(item.state, item.detail)
-        table.add_row(item.drafter, item.model, state, engine, str(item.sessions), str(item.drafted))
-    return table
-
-
-def _decisions(report: wire.SystemReport) -> list[Text]:
-    lines = []
-    for item in report.decisions:
-        admit = ", ".join(item.admit) or "any ready verifier"
-        fill = "on" if item.fill else "off"
-        head = f"policy for {item.model} (version {item.version}): fill {fill}, window cap {item.window_cap}, "
-        lines.append(Text.assemble(("\n" + head, "bold"), f"new sessions to {admit}"))
-        lines += [Text(f"  - {reason}") for reason in item.reasons]
-    return lines or [Text("\nno policy decision yet", "dim")]
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _engine(name: str, simulated: bool) -> str:
-    return f"{name} (simulated)" if simulated and "simulated" not in name else name
-
-
-def _state(state: str, detail: str) -> Text:
-    style = {"ready": "green", "loading": "yellow", "draining": "yellow"}.get(state, "red")
-    return Text(f"{state} ({detail})" if detail else state, style)
-
-
-def _curve(step_ms: dict[int, float]) -> str:
-    return " ".join(f"{tokens}:{ms:.0f}" for tokens, ms in sorted(step_ms.items())[:4])
-
-
-def _n(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"

@@ -1,4 +1,7 @@
-"""Lines typed by a person, without stopping the event loop: the link must live on between two questions."""
+"""Lines typed by a person, without stopping the event loop: the link must live on between two questions.
+
+What is typed while nothing is asked does not show: an answer may be streaming there. It waits for the next question.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import sys
 import threading
 from types import ModuleType
+from typing import Any
 
 try:
     import readline as _editing  # noqa: F401  (gives input() its line editing and history)
@@ -20,16 +24,28 @@ class LineInput:
     """Use as a context: leaving puts the terminal back as it was, even while a line is being typed."""
 
     def __init__(self) -> None:
-        self._saved: list[object] | None = None
+        self._saved: list[Any] | None = None
 
     def __enter__(self) -> LineInput:
         if _terminal is not None and sys.stdin.isatty():
             self._saved = _terminal.tcgetattr(sys.stdin.fileno())
+            self._echo(on=False)
         return self
 
     def __exit__(self, *_: object) -> None:
         if _terminal is not None and self._saved is not None:
             _terminal.tcsetattr(sys.stdin.fileno(), _terminal.TCSADRAIN, self._saved)
+
+    def _echo(self, *, on: bool) -> None:
+        """Readline shows what was typed before, when it comes to ask; without it that is thrown away unseen."""
+        if _terminal is None or self._saved is None:
+            return
+        descriptor = sys.stdin.fileno()
+        if on and not sys.stdout.isatty():
+            _terminal.tcflush(descriptor, _terminal.TCIFLUSH)
+        modes = _terminal.tcgetattr(descriptor)
+        modes[3] = modes[3] | _terminal.ECHO if on else modes[3] & ~_terminal.ECHO
+        _terminal.tcsetattr(descriptor, _terminal.TCSANOW, modes)
 
     async def read(self, prompt: str) -> str | None:
         """One line without its end; None at the end of input. The thread that waits for it ends with the process."""
@@ -41,10 +57,12 @@ class LineInput:
                 line.set_result(value)
 
         def wait() -> None:
+            self._echo(on=True)
             try:
                 value: str | None = input(prompt if sys.stdin.isatty() else "")
             except EOFError:
                 value = None
+            self._echo(on=False)
             if not loop.is_closed():
                 loop.call_soon_threadsafe(deliver, value)
 

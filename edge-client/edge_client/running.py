@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -28,6 +29,12 @@ from paceline.model_card import ModelCard
 from paceline.settings import Settings
 
 Message = dict[str, Any]
+COMMANDS = {
+    "/clear": "begin a new conversation",
+    "/help": "show this",
+    "Ctrl-C": "end the answer that is being written; at the prompt, leave",
+    "Ctrl-D": "leave",
+}
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ async def chat(settings: Settings, options: Options, screen: Screen) -> int:
         try:
             async with _client(settings, options, opening.stage) as client:
                 opening.close()
-                screen.err.print(f"{client.card.model} by {settings.gateway_url}; /clear begins anew, Ctrl-D ends")
+                screen.err.print(f"{client.card.model} by {settings.gateway_url}; /help tells what else", markup=False)
                 await _converse(client, options, lines, interrupts, screen)
                 return 0
         except asyncio.CancelledError:
@@ -110,10 +117,13 @@ async def _converse(
 ) -> None:
     messages = _conversation(options, None)
     while (line := await lines.read("you> ")) is not None:
-        if line.strip() == "/clear":
+        word = line.strip()
+        if word == "/clear":
             messages = _conversation(options, None)
             screen.err.print("[a new conversation]", markup=False)
-        elif line.strip():
+        elif re.fullmatch(r"/[a-z]+", word):
+            _help(word, screen)
+        elif word:
             asked: list[Message] = [*messages, {"role": "user", "content": line}]
             view = _view(options, screen, client, PlainView(screen.out, screen.err, stats=options.stats))
             text, finished = await _spoken(client, options, asked, view, interrupts)
@@ -121,6 +131,13 @@ async def _converse(
                 messages = [*asked, {"role": "assistant", "content": text}]
             else:
                 _explain(finished, screen)
+
+
+def _help(word: str, screen: Screen) -> None:
+    if word not in COMMANDS:
+        screen.err.print(f"there is no command {word}:", style="yellow", markup=False)
+    for name, what in COMMANDS.items():
+        screen.err.print(f"  {name:<8}{what}", markup=False)
 
 
 async def _spoken(

@@ -50,6 +50,17 @@ class Stats:
         return sum(self.counters.accepted.values())
 
     @property
+    def verified(self) -> int:
+        return self.counters.verified
+
+    @property
+    def by_source(self) -> dict[str, dict[str, int]]:
+        """Drafted and accepted tokens of each source, in the shape of the gateway's `usage.speculation`."""
+        drafted, accepted = self.counters.drafted, self.counters.accepted
+        sources = sorted({*drafted, *accepted})
+        return {name: {"drafted": drafted.get(name, 0), "accepted": accepted.get(name, 0)} for name in sources}
+
+    @property
     def acceptance(self) -> float | None:
         """accepted / verified (docs/protocol.md)."""
         return self.accepted / self.counters.verified if self.counters.verified else None

@@ -24,6 +24,7 @@ from rich.text import Text
 from edge_client.events import Committed, Cut, Event, Finished, Opened, Reading, Resumed
 from edge_client.figures import figures, stats_json
 from edge_client.stats import Stats
+from edge_client.wrapping import WordWrap
 
 
 class View(Protocol):
@@ -81,12 +82,13 @@ class Stages:
 
 
 class PlainView:
-    """Text as it is decided."""
+    """Text as it is decided: wrapped on a terminal, to the byte elsewhere."""
 
     def __init__(self, out: Console, err: Console, *, stats: bool = False) -> None:
         self._out, self._err, self._stats = out, err, stats
         self._stages = Stages(err)
-        self._column = 0
+        self._wrap = WordWrap() if out.is_terminal and not out.is_dumb_terminal else None
+        self._mid_line = False
 
     def stage(self, what: str, done: int = 0, total: int | None = None) -> None:
         self._stages.show(what, done, total)
@@ -115,12 +117,12 @@ class PlainView:
         self._break_line()
 
     def _write(self, text: str) -> None:
-        self._out.file.write(text)  # as it is: no wrapping, no markup
+        self._out.file.write(text if self._wrap is None else self._wrap.feed(text, self._out.width))
         self._out.file.flush()
-        self._column = len(text) - text.rfind("\n") - 1 if "\n" in text else self._column + len(text)
+        self._mid_line = not text.endswith("\n") if self._wrap is None else self._wrap.column > 0
 
     def _break_line(self) -> None:
-        if self._column:
+        if self._mid_line:
             self._write("\n")
 
     def _finished(self, event: Finished) -> None:
@@ -184,7 +186,7 @@ def usage_json(stats: Stats) -> dict[str, Any]:
         "speculation": {
             "drafted": stats.drafted,
             "accepted": stats.accepted,
-            "by_source": dict(stats.counters.accepted),
+            "by_source": stats.by_source,
             "verifier_steps": stats.counters.steps,
         },
     }

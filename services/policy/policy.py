@@ -6,19 +6,23 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import structlog
+from msgspec.structs import replace
 
 from paceline import subjects, wire
 from paceline.bus import Received
 from paceline.service import Service
-from services.policy.rules import Rules
+from services.policy.rules import STATUS_TTL_S, Rules
 
 log = structlog.get_logger("policy")
 
 PERIOD_S = 1.0
 FORGET_S = 60.0
 """A process that was silent this long is no longer listed."""
+
+Status = TypeVar("Status", wire.VerifierStatus, wire.BatcherStatus, wire.DrafterStatus)
 
 
 class Policy:
@@ -70,15 +74,21 @@ class Policy:
 
     async def _on_query(self, received: Received) -> None:
         if received.respond is not None:
-            await received.respond(self.report())
+            await received.respond(self.report(time.time()))
 
-    def report(self) -> wire.SystemReport:
+    def report(self, now: float) -> wire.SystemReport:
+        """With `silent_s` set where the last status is too old for the rules: that process may be dead."""
         return wire.SystemReport(
-            verifiers=tuple(self.verifiers.values()),
-            batchers=tuple(self.batchers.values()),
-            drafters=tuple(self.drafters.values()),
+            verifiers=tuple(_dated(status, now) for status in self.verifiers.values()),
+            batchers=tuple(_dated(status, now) for status in self.batchers.values()),
+            drafters=tuple(_dated(status, now) for status in self.drafters.values()),
             decisions=(self.rules.last,) if self.rules.last else (),
         )
+
+
+def _dated(status: Status, now: float) -> Status:
+    age = now - status.t_sent
+    return replace(status, silent_s=round(age, 1)) if age > STATUS_TTL_S else status
 
 
 @asynccontextmanager

@@ -1,10 +1,11 @@
-"""Child processes on this machine: started with a log file, waited for, stopped; and free ports."""
+"""Child processes on this machine: started with a log, waited for, stopped; when to restart them; their log lines."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import aiohttp
@@ -29,6 +31,34 @@ Ready = Callable[[], Awaitable[str | None]]
 
 
 @dataclass
+class Restarts:
+    """When a child that ends by itself is started again: after pauses that double from FIRST_PAUSE_S, and IN_A_ROW
+    times at most until one start has lasted CALM_S."""
+
+    FIRST_PAUSE_S = 0.5
+    IN_A_ROW = 6
+    CALM_S = 60.0
+
+    total: int = 0
+    in_a_row: int = 0
+    due: float | None = None
+    """When the next start is to be, on the clock of `now`; None: it runs, or is gone for good."""
+    gone: bool = False
+    last_end: str = ""
+
+    def ended(self, why: str, ran_s: float, now: float) -> None:
+        """Sets `due` or `gone`."""
+        self.last_end = why
+        if ran_s >= self.CALM_S:
+            self.in_a_row = 0
+        self.gone = self.in_a_row >= self.IN_A_ROW
+        self.due = None if self.gone else now + self.FIRST_PAUSE_S * 2**self.in_a_row
+
+    def started(self) -> None:
+        self.total, self.in_a_row, self.due = self.total + 1, self.in_a_row + 1, None
+
+
+@dataclass
 class Child:
     """A program to run. `pin`: CPU numbers. `tied`: dies with the thread that started it (Linux)."""
 
@@ -41,6 +71,10 @@ class Child:
     pin: Sequence[int] = ()
     tied: bool = True
     process: subprocess.Popen[bytes] | None = None
+    born: float = 0.0
+    """Unix seconds of the last start, as the system counts them."""
+    restarts: Restarts = field(default_factory=Restarts)
+    _log_from: int = 0
 
     @property
     def running(self) -> bool:
@@ -58,6 +92,7 @@ class Child:
             raise FatalError(f"{self.name} runs already")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
+            self._log_from = output.tell()
             self.process = subprocess.Popen(
                 self.command,
                 env=dict(self.environment),
@@ -67,6 +102,13 @@ class Child:
                 start_new_session=True,
                 preexec_fn=_prepare(self.pin, self.tied),  # noqa: PLW1509 - takes no lock: two system calls
             )
+        self.born = birth(self.pid)
+
+    @property
+    def end(self) -> str:
+        """How it ended, for people."""
+        code = self.process.returncode if self.process else None
+        return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Raises FatalError, with the end of the log, when the child ends or is not ready in time."""
@@ -74,8 +116,7 @@ class Child:
         missing: str | None = "not asked yet"
         while missing is not None:
             if not self.running:
-                code = self.process.returncode if self.process else None
-                raise FatalError(f"{self.name} ended with code {code}:\n{self.tail()}")
+                raise FatalError(f"{self.name} {self.end}:\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise FatalError(f"{self.name} not ready after {timeout_s:g} s ({missing}):\n{self.tail()}")
             missing = await self.ready()
@@ -104,9 +145,11 @@ class Child:
             await self._ended(5.0)
 
     def tail(self, lines: int = LOG_TAIL) -> str:
+        """The end of what was logged since the last start."""
         if not self.log.exists():
             return "(no log)"
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        logged = self.log.read_bytes()[self._log_from :].decode(errors="replace").splitlines()
+        return "\n".join(line.text for raw in logged[-lines:] if (line := read_line(raw)))
 
     async def _ended(self, timeout_s: float) -> bool:
         if self.process is None:
@@ -195,6 +238,48 @@ def _says(port: int, question: bytes, answer: bytes) -> Ready:
     return ready
 
 
+# --- log lines ---
+
+_CLOCK = r"\d\d:\d\d:\d\d\.\d{1,6}"
+_ISO = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,6})?Z"
+_STAMPS = (
+    (re.compile(rf"({_ISO}) "), datetime.fromisoformat),
+    (re.compile(rf"\[\d+\] (\d{{4}}/\d\d/\d\d {_CLOCK}) "), lambda at: datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f")),
+    (re.compile(rf"\d+:\w (\d\d \w{{3}} \d{{4}} {_CLOCK}) "), lambda at: datetime.strptime(at, "%d %b %Y %H:%M:%S.%f")),
+    (re.compile(r"\d+:signal-handler \((\d+)\) "), lambda at: datetime.fromtimestamp(int(at))),
+    (re.compile(rf'(?=\{{.*"timestamp": ?"({_ISO})")'), datetime.fromisoformat),
+)
+"""How lines begin: the services' for people, NATS, Valkey, Valkey in a signal handler, the services' in JSON. What
+names no time zone is local time."""
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_PADDED = re.compile(r"\[(\w+) *\] ")
+_SAID_BY_THE_NAME = re.compile(r" (?:instance|service)=\S+")
+_NATS_BANNER = re.compile(r"\[INF\] (?:\W|_)*(?:JETSTREAM -+|https://docs\.nats\.io.*)?$")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """`at`: Unix seconds; None: it goes on from the line before, or names no time."""
+
+    at: float | None
+    text: str
+
+
+def read_line(raw: str) -> LogLine | None:
+    """One line of any child's log, without time, colours and padding; None: a line of a banner."""
+    raw = _ANSI.sub("", raw)
+    for pattern, read in _STAMPS:
+        if found := pattern.match(raw):
+            text = raw[found.end() :]
+            if _NATS_BANNER.match(text):
+                return None
+            if level := _PADDED.match(text):
+                rest = _SAID_BY_THE_NAME.sub("", text[level.end() :])
+                text = re.sub(r" {2,}", " ", f"{level[1]}: {rest}")
+            return LogLine(read(found[1]).timestamp(), text)
+    return LogLine(None, raw)
+
+
 # --- ports and pids ---
 
 
@@ -211,7 +296,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def check_free(port: int, variable: str, host: str = "127.0.0.1") -> None:
-    """Raises PortTaken, naming the port and the variable that moves it."""
+    """Raises PortTaken, naming the port and what moves it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,6 +1,7 @@
 """Paceline on one machine: NATS, Redis and the services as child processes.
 
-`LocalStack` is for programs and tests (fault injection included); paceline.stack_cli is `python -m paceline.stack`.
+`LocalStack` is for programs and tests (fault injection included); paceline.stack_cli is `python -m paceline.stack`,
+where a supervisor holds the stack and starts again what dies.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Self
 import msgspec
 
 from paceline.errors import FatalError
+from paceline.model_card import write_whole
 from paceline.processes import (
     Child,
     Ready,
-    birth,
     check_free,
     free_ports,
     http_ready,
@@ -66,6 +67,11 @@ class ProcessState(msgspec.Struct, frozen=True):
     started: float
     log: str
     ports: dict[str, int]
+    restarts: int = 0
+    last_end: str = ""
+    """How it ended before the last restart, or for good."""
+    gone: bool = False
+    """It died too often in a row and is not started again."""
 
 
 class StackState(msgspec.Struct, frozen=True):
@@ -76,6 +82,7 @@ class StackState(msgspec.Struct, frozen=True):
     redis: str
     key_file: str
     processes: dict[str, ProcessState]
+    supervisor: ProcessState | None = None
 
 
 class LocalStack:
@@ -90,6 +97,8 @@ class LocalStack:
         self.children: dict[str, Child] = {}
         self.key = ""
         """An API key of the tenant `local`, admin."""
+        self.supervisor: ProcessState | None = None
+        """When set, the state file is kept from the first start on, so that nothing is lost if this process dies."""
         self._ports = _Ports(options)
 
     @property
@@ -121,15 +130,19 @@ class LocalStack:
     ) -> None:
         await self.down()
 
+    def check_ports(self) -> None:
+        """Raises PortTaken for the first port that was asked for and is in use."""
+        self._ports.check()
+
     async def up(self) -> None:
         """Start everything and wait until all of it is ready; writes the state file."""
-        self._ports.check()
+        self.check_ports()
         self.root.mkdir(parents=True, exist_ok=True)
         await self._start_all([self._server(name) for name in SERVERS])
         if self._count("gateway"):
             self.key = await self._make_key()
         await self._start_all([self._service(name, index) for name in SERVICES for index in range(self._count(name))])
-        self._save()
+        self.save()
 
     async def down(self) -> None:
         """Stop the gateways, which let their streams end, then the other services, then the servers."""
@@ -188,6 +201,8 @@ class LocalStack:
         for child in children:
             self.children[child.name] = child
             child.start()
+        if self.supervisor:
+            self.save()
         waits = [asyncio.create_task(child.wait_ready(self.options.ready_s)) for child in children]
         try:
             await asyncio.gather(*waits)
@@ -238,17 +253,8 @@ class LocalStack:
         keys = self.root / "keys.toml"
         if self.key_file.exists() and keys.exists():
             return self.key_file.read_text().strip()
-        command = [
-            sys.executable,
-            "-m",
-            "services.gateway.keys",
-            "add",
-            "--tenant",
-            TENANT,
-            "--file",
-            str(keys),
-            "--admin",
-        ]
+        words = ("add", "--tenant", TENANT, "--file", str(keys), "--admin")
+        command = [sys.executable, "-m", "services.gateway.keys", *words]
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=child_environment({})
         )
@@ -260,13 +266,18 @@ class LocalStack:
         self.key_file.write_text(key + "\n")
         return key
 
-    def _save(self) -> None:
-        processes = {
-            name: ProcessState(child.pid, birth(child.pid), str(child.log), dict(child.ports))
-            for name, child in self.children.items()
-        }
-        state = StackState(self.gateway_url, self.nats_url, self.redis_url, str(self.key_file), processes)
-        (self.root / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    def save(self) -> None:
+        """Write the state file, whole."""
+        processes = {name: _state_of(child) for name, child in self.children.items()}
+        state = StackState(
+            self.gateway_url, self.nats_url, self.redis_url, str(self.key_file), processes, self.supervisor
+        )
+        write_whole(self.root / STATE_FILE, msgspec.json.format(msgspec.json.encode(state)))
+
+
+def _state_of(child: Child) -> ProcessState:
+    past = child.restarts
+    return ProcessState(child.pid, child.born, str(child.log), dict(child.ports), past.total, past.last_end, past.gone)
 
 
 class _Ports:
@@ -282,7 +293,7 @@ class _Ports:
         """Raises PortTaken for the first port that was asked for and is in use."""
         for name, port in self._asked.items():
             if port:
-                check_free(port, f"PACELINE_{name.upper()}_PORT")
+                check_free(port, f"PACELINE_{name.upper()}_PORT (with make: {name.upper()}_PORT=...)")
 
 
 def stop_order(names: Iterable[str]) -> list[list[str]]:

@@ -413,6 +413,8 @@ class VerifierStatus(Message, frozen=True, kw_only=True, tag="verifier_status"):
     step_ms: dict[int, float] = {}
     t_sent: float = 0.0
     detail: str = ""
+    silent_s: float = 0.0
+    """Set by the policy in a SystemReport: seconds since t_sent, when no newer status came in time; 0: it is fresh."""
 
 
 class Probe(Message, frozen=True, kw_only=True, tag="probe"):
@@ -440,6 +442,8 @@ class BatcherStatus(Message, frozen=True, kw_only=True, tag="batcher_status"):
     overhead_ms_p50: float = 0.0
     """Draft block received by the gateway to verify step started, when the verifier was idle."""
     t_sent: float = 0.0
+    silent_s: float = 0.0
+    """As in VerifierStatus."""
 
 
 class DrafterStatus(Message, frozen=True, kw_only=True, tag="drafter_status"):
@@ -452,6 +456,8 @@ class DrafterStatus(Message, frozen=True, kw_only=True, tag="drafter_status"):
     state: Literal["loading", "ready", "failed"]
     t_sent: float = 0.0
     detail: str = ""
+    silent_s: float = 0.0
+    """As in VerifierStatus."""
 
 
 class PolicyDecision(Message, frozen=True, kw_only=True, tag="policy"):

@@ -196,9 +196,14 @@ def main() -> None:
     engine = Engine(
         chosen.compose, chosen.build, {**ports, "PACELINE_TAG": TAG, "COMPOSE_PROJECT_NAME": "paceline-test"}
     )
-    if not chosen.no_images:
-        engine.images()
-    attempt(engine, lambda: check(engine, f"http://127.0.0.1:{http}"))
+    try:
+        if not chosen.no_images:
+            engine.images()
+        attempt(engine, lambda: check(engine, f"http://127.0.0.1:{http}"))
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"`{shlex.join(error.cmd)}` ended with code {error.returncode}") from None
+    except FileNotFoundError as error:
+        raise SystemExit(f"there is no command `{error.filename}`: COMPOSE and BUILD name the engine's") from None
     step("compose works: up, healthy, streamed, down and up again")
 
 

@@ -30,7 +30,7 @@ def test_the_demo_streams_an_answer_and_ends_with_a_table() -> None:
     answer = text.partition("--show-drafts")[2].partition("the same prompts")[0]
     assert len(answer.split()) >= 40, f"an answer of 64 tokens or more:\n{text}"
     table = text.partition("the same prompts")[2]
-    for mode in ("cloud", "sync", "paceline"):
+    for mode in ("cloud", "sync", "deep", "paceline"):
         assert re.search(rf"{mode}\b.* \d+\.\d ", table), table
     assert "identical" in table or "near tie" in table
 

@@ -150,6 +150,7 @@ class ScriptedGateway:
     def application(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/v1/edge", self._serve)
+        app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model}", self._model)
         app.router.add_get("/v1/system", self._system)
         app.router.add_post("/v1/system/drain", self._drain)
@@ -190,12 +191,18 @@ class ScriptedGateway:
         del card["tokenizer"], card["model"]
         return web.json_response({"id": self.card.model, "object": "model", "paceline": card})
 
+    async def _models(self, request: web.Request) -> web.Response:
+        listed = {"object": "list", "data": [{"id": self.card.model, "object": "model"}]}
+        return self._refused(request) or web.json_response(listed)
+
     async def _system(self, request: web.Request) -> web.Response:
         refused = self._refused(request)
         return refused or _json(SYSTEM)
 
     async def _drain(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if body["verifier"] == "nobody":
+            return _error(503, "unavailable", "no verifier `nobody` is known")
         return _json(wire.DrainReport(verifier=body["verifier"], moved=3, remaining=0, seconds=0.5))
 
     # --- WebSocket ---------------------------------------------------------------------------------------------------

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
 import signal
 import sys
+import termios
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -50,6 +54,44 @@ async def paceline(
             await process.communicate()
 
 
+@dataclass
+class Terminal:
+    """A process on a pseudo-terminal of 60 columns."""
+
+    process: Process
+    controller: int
+    shown: str = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self.controller, keys.encode())
+
+    async def until(self, words: str) -> None:
+        """Until `words` are on the screen, after what was waited for before."""
+        seen = len(self.shown)
+        async with asyncio.timeout(30):
+            while words not in self.shown[seen:]:
+                self.shown += (await asyncio.to_thread(os.read, self.controller, 65536)).decode()
+
+
+@asynccontextmanager
+async def chat_on_a_terminal(gateway: ScriptedGateway, models: Path) -> AsyncIterator[Terminal]:
+    controller, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 60))
+    settings = Settings.load(gateway_url=gateway.url, models_dir=models, model=CARD.model, api_key=KEY)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "edge_client", "chat", stdin=terminal, stdout=terminal, stderr=terminal,
+        env=child_environment(settings.environment(), TERM="xterm"), start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    try:
+        yield Terminal(process, controller)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        os.close(controller)
+
+
 async def ended(process: Process) -> tuple[int, str, str]:
     async with asyncio.timeout(30):
         out, err = await process.communicate()
@@ -85,7 +127,7 @@ async def test_a_cut_leaves_the_piped_text_whole(gateway: ScriptedGateway, tmp_p
         code, out, err = await ended(process)
     assert (code, first.decode() + out) == (0, TEXT + "\n")
     assert "link lost" in err
-    assert "1 cuts" in err
+    assert "1 cut " in err
 
 
 async def test_options_reach_the_cloud(gateway: ScriptedGateway, tmp_path: Path) -> None:
@@ -171,7 +213,7 @@ async def test_a_wrong_key(gateway: ScriptedGateway, tmp_path: Path) -> None:
         code, out, err = await ended(process)
     assert (code, out) == (1, "")
     assert "error: the API key is not known here" in err
-    assert "PACELINE_API_KEY" in err
+    assert "PACELINE_API_KEY=$(cat .state/key)" in err
     assert "7f3c9e" not in err
 
 
@@ -180,6 +222,7 @@ async def test_no_key(gateway: ScriptedGateway, tmp_path: Path) -> None:
         code, _, err = await ended(process)
     assert code == 1
     assert "no API key" in err
+    assert "after `make up` on this machine" in err
 
 
 async def test_a_gateway_that_is_away(tmp_path: Path) -> None:
@@ -200,7 +243,27 @@ async def test_a_model_that_the_gateway_does_not_serve(gateway: ScriptedGateway,
     async with paceline("run", "hello", gateway=gateway.url, models=tmp_path, model="nope") as process:
         code, _, err = await ended(process)
     assert code == 1
-    assert "not served here" in err
+    assert f"model `nope` is not served at {gateway.url}; served there: {CARD.model}" in err
+
+
+@pytest.mark.parametrize("status", [200, 404])
+async def test_somebody_elses_server(tmp_path: Path, status: int) -> None:
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = b"<html><h1>It works</h1></html>"
+        head = f"HTTP/1.1 {status} X\r\nContent-Type: text/html\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(page, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with paceline("run", "hello", gateway=url, models=tmp_path) as process:
+            code, _, err = await ended(process)
+    assert code == 1
+    assert f"what answers at {url} is no Paceline gateway (HTTP {status}, text/html)" in err
+    assert "<html>" not in err
+    assert "--gateway" in err
 
 
 async def test_a_draft_model_that_is_missing_names_the_command(gateway: ScriptedGateway, tmp_path: Path) -> None:
@@ -249,6 +312,38 @@ async def test_chat_keeps_the_conversation(gateway: ScriptedGateway, tmp_path: P
     assert gateway.connects == 1
 
 
+async def test_commands_of_a_chat_are_not_sent(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    words = "/help\n/nope\nhi\n"
+    async with paceline("chat", gateway=gateway.url, models=tmp_path, stdin=words) as process:
+        told = await gateway.session()
+        await told.commit(ids("hello"), finish="stop")
+        code, out, err = await ended(process)
+    assert (code, out, len(gateway.sessions)) == (0, "hello\n", 1)
+    assert err.count("begin a new conversation") == 2
+    assert "there is no command /nope" in err
+
+
+async def test_what_is_typed_during_an_answer_waits_unseen(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    """On a terminal: it neither lands in the answer nor is lost, and the next prompt shows it."""
+    async with chat_on_a_terminal(gateway, tmp_path) as terminal:
+        await terminal.until("you> ")
+        terminal.type("one\r")
+        first = await gateway.session(0)
+        await first.commit(ids("The first "))
+        await terminal.until("The first ")
+        terminal.type("two\r")
+        await asyncio.sleep(0.3)  # an echo would come now
+        await first.commit(ids("answer."), finish="stop")
+        second = await gateway.session(1)
+        await second.commit(ids("The second."), finish="stop")
+        await terminal.until("The second.")
+        terminal.type("\x04")
+        assert await terminal.process.wait() == 0
+    assert "The first answer.\r\n" in terminal.shown
+    assert "you> two" in terminal.shown.partition("answer.")[2]
+    assert bytes(token for token in second.opened.tokens if token < 256).decode().count("two") == 1
+
+
 async def test_status_and_drain(gateway: ScriptedGateway, tmp_path: Path) -> None:
     async with paceline("status", gateway=gateway.url, models=tmp_path) as process:
         code, out, _ = await ended(process)
@@ -260,6 +355,8 @@ async def test_status_and_drain(gateway: ScriptedGateway, tmp_path: Path) -> Non
     async with paceline("drain", "verifier-1", gateway=gateway.url, models=tmp_path) as process:
         code, out, _ = await ended(process)
     assert (code, out) == (0, "moved 3 sessions off verifier-1 in 0.5 s\n")
+    async with paceline("drain", "nobody", gateway=gateway.url, models=tmp_path) as process:
+        assert await ended(process) == (1, "", "error: no verifier `nobody` is known\n")
 
 
 async def test_models_list_and_pull(tmp_path: Path) -> None:
@@ -274,6 +371,7 @@ async def test_models_list_and_pull(tmp_path: Path) -> None:
         code, _, err = await ended(process)
     assert code == 1
     assert "nope" in err
+    assert "--hosted" not in err
 
 
 async def test_the_card_is_fetched_once_and_again_when_it_changed(gateway: ScriptedGateway, tmp_path: Path) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import re
 
 import aiohttp
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from edge_client.backoff import LONGEST_S, pause_s
 from edge_client.figures import figures, stats_json
 from edge_client.meter import FrameMeter
 from edge_client.stats import Tally
+from edge_client.system_view import system, told
+from paceline import wire
 from paceline.wire import Chain, Counters, DraftBlock, encode_wan
 
 
@@ -35,7 +40,7 @@ def test_latency_counts_tokens_not_chunks() -> None:
 def test_figures_of_a_session_without_a_token_are_unknown_not_zero() -> None:
     stats = Tally(prompt_tokens=5, started=0.0).stats(1.0)
     assert (stats.itl_ms, stats.ttft_ms, stats.tokens_per_s, stats.acceptance) == (None, None, None, None)
-    figures(stats)  # shows dashes
+    assert "None" not in _shown(figures(stats))
     assert stats_json(stats)["acceptance"] is None
 
 
@@ -122,3 +127,55 @@ async def test_the_meter_counts_what_crosses_the_socket(compress: int) -> None:
     await runner.cleanup()
     assert echoed == frames
     assert crossed == tuple(expected)
+
+
+def _shown(item: object) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(item)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_rate_stands_beside_the_numbers_it_is_made_of() -> None:
+    tally = Tally(prompt_tokens=5, started=0.0)
+    tally.counters = Counters(drafted={"edge": 157}, verified=29, accepted={"edge": 18}, steps=10)
+    assert "157, verified 29, accepted 18 (62% of the verified)" in _shown(figures(tally.stats(1.0)))
+    tally.counters = Counters(drafted={"edge": 5})
+    assert re.search(r"5, verified 0, accepted 0 *$", _shown(figures(tally.stats(1.0))), re.MULTILINE)
+
+
+def test_sources_have_the_shape_of_the_gateways_usage() -> None:
+    tally = Tally(prompt_tokens=5, started=0.0)
+    tally.counters = Counters(drafted={"edge": 9, "lookup": 2}, accepted={"edge": 4})
+    expected = {"edge": {"drafted": 9, "accepted": 4}, "lookup": {"drafted": 2, "accepted": 0}}
+    assert stats_json(tally.stats(1.0))["by_source"] == expected
+
+
+def _report(names: tuple[str, ...]) -> wire.SystemReport:
+    verifiers = tuple(
+        wire.VerifierStatus(
+            verifier=name, model="smollm2", fingerprint="f", engine="llama", simulated=False, state="ready", sessions=2,
+            context=8192, cells_total=32768, cells_used=12312, busy=0.64, queue=0, steps=912345, step_tokens=3100,
+            step_ms={1: 28.4, 2: 126.0},
+        )
+        for name in names
+    )  # fmt: skip
+    batcher = wire.BatcherStatus(
+        batcher="batcher-0", model="smollm2", sessions=2, parked=0, waiting=0, partitions=64, committed=210000,
+        drafted=150000, accepted=110000, filled=30000, stale=12,
+    )  # fmt: skip
+    return wire.SystemReport(verifiers=verifiers, batchers=(batcher,), drafters=(), decisions=())
+
+
+def test_the_systems_state_fits_80_columns() -> None:
+    text = _shown(system(_report(("verifier-0", "verifier-1"))))
+    assert "verifier-0  smollm2  ready  2         64%   12312/32768  912345" in text
+    assert "batcher-0  smollm2  2         0       0        210000     110000    30000" in text
+    assert "a step by its tokens: 1: 28 ms, 2: 126 ms" in text
+
+
+def test_a_decision_is_told_once() -> None:
+    why = ("fill on, window cap 64: 0.0 sessions a verifier wait", "new sessions go to v-0; KV is nearly full on v-1")
+    decision = wire.PolicyDecision(model="m", version=1, fill=True, window_cap=64, admit=("v-0",), reasons=why)
+    assert told(decision) == list(why)
+    bare = wire.PolicyDecision(model="m", version=1, fill=False, window_cap=8, admit=(), reasons=("busy",))
+    assert told(bare) == ["fill off, window cap 8", "new sessions go to any ready verifier", "busy"]
