@@ -28,6 +28,7 @@ BRIEF: tuple[Column, ...] = (
 )
 FULL: tuple[Column, ...] = (
     ("ms/token", "itl_ms_mean", "{:.1f}"),
+    ("theory", "predicted", "{:.1f}"),
     ("p99", "itl_ms_p99", "{:.0f}"),
     ("first", "ttft_ms_p50", "{:.0f}"),
     ("accept.", "acceptance", "{:.0%}"),
@@ -67,7 +68,8 @@ def table(cell: Mapping[str, Any], columns: Sequence[Column] = FULL) -> Table:
         grid.add_column(heading, justify="right", no_wrap=True)
     for name, figures in cell["modes"].items():
         block = f", blocks of {figures['g']}" if "g" in figures else ""
-        grid.add_row(name + block, *(_shown(figures, key, form) for _, key, form in columns))
+        row = {**figures, "predicted": cell.get("predicted", {}).get(name)}
+        grid.add_row(name + block, *(_shown(row, key, form) for _, key, form in columns))
     return grid
 
 
