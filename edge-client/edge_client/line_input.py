@@ -29,22 +29,23 @@ class LineInput:
     def __enter__(self) -> LineInput:
         if _terminal is not None and sys.stdin.isatty():
             self._saved = _terminal.tcgetattr(sys.stdin.fileno())
-            self._echo(on=False)
+            self._asking(False)
         return self
 
     def __exit__(self, *_: object) -> None:
         if _terminal is not None and self._saved is not None:
             _terminal.tcsetattr(sys.stdin.fileno(), _terminal.TCSADRAIN, self._saved)
 
-    def _echo(self, *, on: bool) -> None:
-        """Readline shows what was typed before, when it comes to ask; without it that is thrown away unseen."""
+    def _asking(self, now: bool) -> None:
+        """While nothing is asked keys neither show nor are taken as lines (Ctrl-C stays a signal). Readline shows them
+        when it comes to ask; where the output is no terminal it does not, and they are thrown away."""
         if _terminal is None or self._saved is None:
             return
-        descriptor = sys.stdin.fileno()
-        if on and not sys.stdout.isatty():
+        descriptor, modes = sys.stdin.fileno(), list(self._saved)
+        if not now:
+            modes[3] &= ~(_terminal.ECHO | _terminal.ICANON)
+        elif not sys.stdout.isatty():
             _terminal.tcflush(descriptor, _terminal.TCIFLUSH)
-        modes = _terminal.tcgetattr(descriptor)
-        modes[3] = modes[3] | _terminal.ECHO if on else modes[3] & ~_terminal.ECHO
         _terminal.tcsetattr(descriptor, _terminal.TCSANOW, modes)
 
     async def read(self, prompt: str) -> str | None:
@@ -57,12 +58,12 @@ class LineInput:
                 line.set_result(value)
 
         def wait() -> None:
-            self._echo(on=True)
+            self._asking(True)
             try:
                 value: str | None = input(prompt if sys.stdin.isatty() else "")
             except EOFError:
                 value = None
-            self._echo(on=False)
+            self._asking(False)
             if not loop.is_closed():
                 loop.call_soon_threadsafe(deliver, value)
 

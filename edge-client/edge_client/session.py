@@ -35,6 +35,9 @@ _log = structlog.get_logger("paceline.edge.session")
 MAX_QUEUED_DRAFTS = 512
 MAX_BARREN_RESUMES = 5
 """Resumes for missing verdicts in a row without one new token; then the session fails rather than spin."""
+MAX_SUPERSEDED = 1
+"""A resume of an earlier link may overtake that of the present one, so a superseded session is resumed; another time,
+somebody else has it."""
 CLOSE_EVERY_S, CLOSE_WITHIN_S, CLOSE_WITHOUT_LINK_S = 0.5, 5.0, 2.0
 
 
@@ -74,7 +77,7 @@ class EdgeSession:
         self._line = line
         self._drafts = DraftFeed(engine, self.tally, line.send, self._drafted if drafts else None)
         self._bound = self._closing = self._was_cut = False
-        self._barren = 0
+        self._barren = self._superseded = 0
         self._events: deque[Event] = deque()
         self._ready, self._wake, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -167,7 +170,10 @@ class EdgeSession:
         """A frame of this session was refused: it is bound no more, or a block broke a bound."""
         self.tally.refused_blocks += 1
         _log.info("refused", code=error.code, error=error.message)
-        if self._bound and isinstance(error, NotFound | Conflict):
+        self._superseded += error.code == "superseded"
+        if self._superseded > MAX_SUPERSEDED:
+            self._fail(error)
+        elif self._bound and isinstance(error, NotFound | Conflict):
             self._resume(error.message)
 
     def link_down(self, reason: str, t: float) -> None:

@@ -58,13 +58,21 @@ class HostedDrafts:
             self._service.spawn(self._stop(live.id), "hosted stop")
 
     async def _stop(self, session: str) -> None:
-        """Lost, the drafter ends by itself: it sees the finish, or hears nothing for a while."""
+        """Lost, the drafter ends by itself: it sees the finish, or looks into the store."""
         try:
             await self._bus.publish(subjects.HOSTED_STOP.at(session=session), HostedStop(session=session))
         except BusError as error:
             log.debug("hosted stop not published", session=session, error=str(error))
 
     async def _open(self, live: Live, now: float) -> None:
+        try:
+            await self._ask(live, now)
+        finally:
+            self._asking.discard(live.id)
+        if live.session.finish is not None:
+            await self._stop(live.id)  # the first may have come before the drafter listened
+
+    async def _ask(self, live: Live, now: float) -> None:
         known = live.durable
         subject = subjects.HOSTED_OPEN.at(model=live.session.record.opened.model)
         try:
@@ -81,8 +89,6 @@ class HostedDrafts:
         else:
             live.hosted_open, live.hosted_unanswered = True, None
             await self._catch_up(live, known)
-        finally:
-            self._asking.discard(live.id)
 
     def _failed(self, live: Live, now: float, reason: str) -> None:
         live.hosted_open, live.hosted_unanswered = False, None

@@ -110,6 +110,8 @@ class Live:
     error: Failure | None = None
     last_verdict: float = 0.0
     shown_cap: int | None = None
+    told_connection: int = 0
+    """The newest connection that a verdict told of, so that the readers of older ones end."""
     room_wanted_since: float | None = None
     """Since when the verifier has had no KV cells for it."""
     running_since: float | None = None
@@ -127,6 +129,7 @@ class Live:
 
     def __post_init__(self) -> None:
         self.durable = self.session.tip
+        self.told_connection = self.session.connection
         self.prefix = PrefixHash(self.session.committed)
         self.base, self.first_tip = self.session.counters, self.session.tip
         self.logprobs: list[LogprobEntry] = list(self.session.record.logprobs)
@@ -190,7 +193,8 @@ class Live:
         """What to publish for a confirmed commit, or, without one, an empty verdict at the confirmed tip."""
         session = self.session
         cap = window_cap if window_cap != self.shown_cap else None
-        self.shown_cap, self.last_verdict = window_cap, now
+        connection = session.connection if session.connection != self.told_connection else 0
+        self.shown_cap, self.told_connection, self.last_verdict = window_cap, session.connection, now
         over = session.finish if self.durable == session.tip and not self.pending else None
         commit = pending.commit if pending is not None else Commit(at=self.durable, finish=over, error=self.error)  # type: ignore[arg-type]
         return Verdict(
@@ -207,6 +211,7 @@ class Live:
             error=commit.error,
             timing=pending.timing if pending is not None else None,
             window_cap=cap,
+            connection=connection,
             fed=min(self.fed, self.durable) if pending is None and session.completion == 0 else None,
         )
 

@@ -9,7 +9,7 @@ from secrets import randbits
 
 import msgspec
 
-from paceline.errors import BadRequest, Conflict, ContextLengthExceeded, NotFound, Unauthorized
+from paceline.errors import BadRequest, Conflict, ContextLengthExceeded, NotFound
 from paceline.store import SessionRecord
 from paceline.wire import Failure, Sampling, SessionOpen, SessionOpened, SessionResume, Verdict, prefix_hash
 
@@ -66,7 +66,7 @@ def _check_tokens(opened: SessionOpen, limits: Limits) -> None:
         raise ContextLengthExceeded(
             f"the prompt has {len(opened.tokens)} tokens; the context of {limits.context} tokens must hold it and at "
             "least one more",
-            param="messages",
+            param="tokens",
         )
 
 
@@ -87,11 +87,10 @@ def _check_bias(sampling: Sampling, vocabulary: int) -> None:
 
 
 def check_owner(resume: SessionResume, tenant: str, secret: str) -> None:
-    """Only who opened the session may resume it; another tenant does not even learn that it exists."""
-    if resume.tenant != tenant:
+    """Only who opened the session may resume it; anybody else does not even learn that it exists."""
+    known = hmac.compare_digest(resume.secret.encode(), secret.encode())
+    if resume.tenant != tenant or not known:
         raise NotFound(f"no session {resume.session}", code="session_not_found")
-    if not hmac.compare_digest(resume.secret.encode(), secret.encode()):
-        raise Unauthorized("wrong resume secret", code="wrong_secret", param="secret")
 
 
 def agrees(tokens: Sequence[int], resume: SessionResume) -> bool:

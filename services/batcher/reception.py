@@ -26,7 +26,6 @@ from paceline.errors import (
 )
 from paceline.model_card import ModelCard
 from paceline.service import Service
-from paceline.session import Commit
 from paceline.store import SessionRecord
 from paceline.subjects import partition_of
 from services.batcher.arrivals import Arrivals
@@ -72,8 +71,6 @@ class House(Protocol):
         """Its client is there: it may run."""
 
     def cancel(self, live: Live) -> None: ...
-
-    def commit(self, live: Live, commit: Commit, timing: wire.Timing | None) -> None: ...
 
     def kick(self) -> None: ...
 
@@ -188,9 +185,7 @@ class Reception:
         record = found if isinstance(found, SessionRecord) else found.session.record
         check_owner(message, record.tenant, record.secret)
         tokens = found.tokens if isinstance(found, SessionRecord) else found.session.committed
-        if not agrees(tokens, message):
-            if isinstance(found, Live) and found.session.finish is None:
-                house.commit(found, found.session.fail(HISTORY_LOST), None)
+        if not agrees(tokens, message):  # the fault of one client's copy: who holds the right one may still come
             raise Conflict(HISTORY_LOST.message, code=HISTORY_LOST.code)
         connection = await self._service.sessions.next_connection(message.session)
         if isinstance(found, Live):
@@ -222,7 +217,9 @@ class Reception:
             found = live or await house.arrivals.find(message.session)
             if isinstance(found, SessionRecord):
                 await house.committer.publish(last_words(found))
-            elif found is not None and (not message.connection or message.connection >= found.session.connection):
+            elif found is not None and 0 < message.connection < found.session.connection:
+                await self._supersede(found)
+            elif found is not None:
                 house.cancel(found)
         return wire.Ack()
 
@@ -237,7 +234,15 @@ class Reception:
                 self._busy += 1
                 self._service.spawn(self._look_for(message), f"look for {message.session}")
 
+    async def _supersede(self, live: Live) -> None:
+        """An older connection spoke: the verdict that told of the newer one did not reach its gateway."""
+        live.told_connection = 0
+        await self._house.committer.announce(live)
+
     def _hear(self, live: Live, message: wire.Presence) -> None:
+        if message.connection < live.session.connection:
+            self._service.spawn(self._supersede(live), f"supersede {live.id}")
+            return
         now = time.monotonic()
         if live.presence.hear(message.connection, message.t_sent, now=now, unix_now=time.time()):
             live.session.connection = max(message.connection, live.session.connection)

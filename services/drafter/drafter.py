@@ -22,6 +22,7 @@ from paceline.served_card import served_card
 from paceline.service import Service
 from paceline.wire import Ack, DrafterStatus, HostedOpen
 from services.drafter.hosted import HostedSession
+from services.drafter.lookout import Lookout
 from services.drafter.metered import MeteredDraft
 
 log = structlog.get_logger("drafter")
@@ -37,11 +38,13 @@ class Drafter:
         self._card = card
         self._engine: MeteredDraft | None = None
         self._sessions: dict[str, HostedSession] = {}
+        self._lookout = Lookout(service.sessions, card.model, self._sessions)
         self._subscription: Subscription | None = None
 
     async def start(self, engine: MeteredDraft) -> None:
         """The model is loaded: take sessions."""
         self._engine = engine
+        self._service.spawn(self._lookout.run(), "hosted sessions that are over")
         subject = subjects.HOSTED_OPEN
         self._subscription = await self._service.bus.subscribe(
             subject.at(model=self._card.model), self._on_open, *subject.carries, queue=subject.queue
@@ -58,6 +61,12 @@ class Drafter:
     def sessions(self) -> int:
         return len(self._sessions)
 
+    @property
+    def limit(self) -> int:
+        """Sessions at most."""
+        wanted = self._service.settings.max_sessions
+        return wanted if self._engine is None else min(wanted, self._engine.max_sessions)
+
     async def _on_open(self, received: Received) -> None:
         request = received.message
         assert isinstance(request, HostedOpen)
@@ -71,16 +80,17 @@ class Drafter:
         if request.model != self._card.model:
             raise NotFound(f"drafter {self._service.instance} has {self._card.model}, not {request.model}")
         before = self._sessions.get(request.session)
-        if before is not None:
-            before.stop()  # asked again: the batcher is another one, or heard nothing of the first
-        elif len(self._sessions) >= self._service.settings.max_sessions:
+        if before is None and len(self._sessions) >= self.limit:
             raise Overloaded(f"drafter {self._service.instance} has {len(self._sessions)} sessions, its limit")
         session = HostedSession(self._service, self._engine, request, self._card.context)
         try:
             await session.listen()
         except BusError as error:
             raise Unavailable(f"drafter {self._service.instance} cannot listen: {error}") from error
+        if before is not None:
+            before.stop(keep=True)  # asked again: the batcher is another one, or heard nothing of the first
         self._sessions[request.session] = session
+        self._lookout.opened()
         self._service.spawn(self._run(request.session, session), f"hosted {request.session}")
 
     async def _run(self, name: str, session: HostedSession) -> None:

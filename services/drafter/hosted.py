@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -18,8 +17,6 @@ from paceline.wire import Bounds, DraftBlock, HostedOpen, Verdict
 
 log = structlog.get_logger("drafter")
 
-IDLE_S = 60.0
-"""A session whose verdicts stopped coming is given up."""
 INCARNATIONS_PER_S = 10
 """A drafter that takes a session over this much later has the higher incarnation, whichever process it is."""
 
@@ -31,7 +28,10 @@ class HostedSession:
         self._service = service
         self._request = request
         self._subscriptions: list[Subscription] = []
-        self._idle: asyncio.Timeout | None = None
+        self.heard_at = time.monotonic()
+        """When its batcher was last heard of."""
+        self.known_live_at: float | None = None
+        """When the store last said that it is not over."""
         self._loop = DraftLoop(
             engine=engine,
             source="hosted",
@@ -46,6 +46,10 @@ class HostedSession:
             repair=self._repair,
             epoch=request.epoch,
         )
+
+    @property
+    def id(self) -> str:
+        return self._request.session
 
     async def listen(self) -> None:
         """Before the batcher is told yes: no verdict from then on is missed. Raises BusError, listening to nothing."""
@@ -62,32 +66,25 @@ class HostedSession:
             await subscription.close()
         self._subscriptions.clear()
 
-    def stop(self) -> None:
-        self._loop.stop()
+    def stop(self, *, keep: bool = False) -> None:
+        """keep: see DraftLoop.stop."""
+        self._loop.stop(keep=keep)
 
     async def run(self) -> None:
         with telemetry.tracer.start_as_current_span(telemetry.SPAN_HOSTED) as span:
             span.set_attribute(telemetry.ATTR_SESSION, self._request.session)
             try:
-                await self._follow()
+                await self._loop.run()
             finally:
                 span.set_attribute(telemetry.ATTR_DRAFTED, self._loop.stats.sent)
                 span.set_attribute(telemetry.ATTR_ACCEPTED, self._loop.stats.accepted)
                 await self._deafen()
-
-    async def _follow(self) -> None:
-        try:
-            async with asyncio.timeout(IDLE_S) as self._idle:
-                await self._loop.run()
-        except TimeoutError:
-            log.info("no verdicts, given up", session=self._request.session, after_s=IDLE_S)
         stats = self._loop.stats
-        log.debug("session over", session=self._request.session, sent=stats.sent, accepted=stats.accepted)
+        log.debug("session over", session=self.id, sent=stats.sent, accepted=stats.accepted)
 
     async def _on_verdict(self, received: Received) -> None:
         assert isinstance(received.message, Verdict)
-        if self._idle is not None and not self._idle.expired():
-            self._idle.reschedule(asyncio.get_running_loop().time() + IDLE_S)
+        self.heard_at = time.monotonic()
         self._loop.on_verdict(received.message)
 
     async def _on_stop(self, received: Received) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from paceline import telemetry
 from paceline.engine import DraftEngine, Guess, Rule
-from paceline.errors import EngineError
+from paceline.errors import EngineError, NoRoom
 
 
 class MeteredDraft:
-    """`trouble`: what the last call said if it failed, else nothing."""
+    """`trouble`: what the last call said if it failed, else nothing. No room for one session is no trouble."""
 
     def __init__(self, engine: DraftEngine, metrics: telemetry.Metrics) -> None:
         self._engine = engine
@@ -23,10 +23,17 @@ class MeteredDraft:
     def context(self) -> int:
         return self._engine.context
 
+    @property
+    def max_sessions(self) -> int:
+        return self._engine.max_sessions
+
     async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
         started = time.perf_counter()
         try:
             guess = await self._engine.guess(session, path, rule)
+        except NoRoom:
+            self._metrics.add(telemetry.DRAFTER_FAILURES, reason="no_room")
+            raise
         except EngineError as error:
             self.trouble = str(error)
             self._metrics.add(telemetry.DRAFTER_FAILURES, reason="engine")

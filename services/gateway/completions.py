@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
 from msgspec.structs import replace
 
 from paceline import telemetry
-from paceline.errors import NotFound, RequestError
+from paceline.errors import NotFound, RequestError, Unavailable
 from paceline.service import Service
 from paceline.tokenizer import Tokenizer
 from paceline.wire import SessionOpen, Verdict
@@ -46,10 +46,11 @@ class Completions:
         await self.sessions.require_components()
         prompts = await self.prompts.of(call)
         openings = self._openings(call, prompts, tenant.name)
-        async with self.sessions.opened(openings) as lives:
-            self.service.metrics.add(telemetry.PROMPT_TOKENS, sum(map(len, prompts)))
-            reply = self._reply(call, prompts, lives, shape)
-            return await (reply.stream(request) if call.stream else reply.whole())
+        with _named_as_asked(call):
+            async with self.sessions.opened(openings) as lives:
+                self.service.metrics.add(telemetry.PROMPT_TOKENS, sum(map(len, prompts)))
+                reply = self._reply(call, prompts, lives, shape)
+                return await (reply.stream(request) if call.stream else reply.whole())
 
     def _check_model(self, call: Call) -> None:
         if call.model != self.sessions.model:
@@ -83,6 +84,17 @@ class Completions:
         )
         choices = [ChoiceText(self.tokenizer, call.stop) for _ in lives]
         return Reply(self, lives, choices, answer, sum(map(len, prompts)))
+
+
+@contextmanager
+def _named_as_asked(call: Call) -> Iterator[None]:
+    """The batcher knows a prompt as `tokens`; the client is told the name that it used."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "tokens":
+            error.param = "messages" if call.messages else "prompt"
+        raise
 
 
 @dataclass(frozen=True)
@@ -136,14 +148,14 @@ class Reply:
 
 async def merged(lives: Sequence[Live], stopped: asyncio.Event) -> AsyncGenerator[tuple[int, Verdict]]:
     """The verdicts of several sessions as they come, each session's in order, until all have finished. Raises what a
-    follower raises, and RequestError when the gateway stops first."""
+    follower raises, and Unavailable when the gateway stops first."""
     stop: asyncio.Task[object] = asyncio.create_task(stopped.wait(), name="gateway stops")
     waiting = {_next(live): index for index, live in enumerate(lives)}
     try:
         while waiting:
             done, _ = await asyncio.wait([stop, *waiting], return_when=asyncio.FIRST_COMPLETED)
             if stop in done:
-                raise RequestError("the gateway stopped before the answer was complete", code="stopping")
+                raise Unavailable("the gateway stopped before the answer was complete", code="stopping")
             for ready in [task for task in waiting if task in done]:
                 index, verdict = waiting.pop(ready), ready.result()
                 if verdict.finish is None:

@@ -2,7 +2,8 @@
 
 Frames are wire messages with short names, text, deflated. What is wrong with a frame is answered with Refused and ends
 nothing. A session belongs to the connection that opened or resumed it; when that is lost the session is let go, the
-batcher parks it, and the edge may resume it over a new one.
+batcher parks it, and the edge may resume it over a new one. An edge whose session was resumed elsewhere is told
+`superseded`, and hears no more of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from msgspec.structs import replace
 
 from paceline import subjects, telemetry
 from paceline.bus_delivery import refusal
-from paceline.errors import BadRequest, BusError, NotFound, Overloaded, RequestError
+from paceline.errors import BadRequest, BusError, Conflict, NotFound, Overloaded, RequestError
 from paceline.service import Service
 from paceline.wire import (
     DraftBlock,
@@ -54,6 +55,7 @@ FRAMES = 64
 """Frames that wait for the socket; beyond that the sessions' readers wait, and what they miss comes from the store."""
 OPENINGS = 16
 SESSIONS = 64
+_SUPERSEDED = Conflict("another connection resumed this session", code="superseded")
 
 
 @dataclass(eq=False)
@@ -80,6 +82,7 @@ class EdgeConnection:
         self._frames: asyncio.Queue[Message] = asyncio.Queue(FRAMES)
         self._openings: asyncio.Queue[SessionOpen | SessionResume] = asyncio.Queue(OPENINGS)
         self._past: deque[str] = deque(maxlen=SESSIONS)
+        self._resuming: str | None = None
 
     @property
     def present(self) -> bool:
@@ -179,10 +182,13 @@ class EdgeConnection:
             except Exception:
                 log.exception("opening failed")
                 self._refuse(RequestError("internal error; the gateway's log has the details"), None)
+            finally:
+                self._resuming = None
 
     async def _opened(self, message: SessionOpen | SessionResume) -> Live:
         await self.sessions.require_components()
         if isinstance(message, SessionResume):
+            self._resuming = message.session
             resume = replace(message, tenant=self.tenant.name)
             return await self.sessions.resume(resume, lambda: self.present)
         if message.model != self.sessions.model:
@@ -206,7 +212,11 @@ class EdgeConnection:
             await self._frames.put(live.opened)
         try:
             while live.follower.order.finish is None:
-                shown = view.see(await live.follower.next())
+                verdict = await live.follower.next()
+                if self._superseded(live, verdict):
+                    await self._frames.put(replace(refusal(_SUPERSEDED), session=live.session))
+                    break
+                shown = view.see(verdict)
                 if shown is not None:
                     await self._frames.put(shown)
         except RequestError as error:
@@ -218,6 +228,10 @@ class EdgeConnection:
             del self.bound[live.session]
             self._past.append(live.session)  # what was on its way when the session ended is no fault
         self.sessions.leave(live)
+
+    def _superseded(self, live: Live, verdict: Verdict) -> bool:
+        """Not by a resume over this connection: that one takes the reader's place."""
+        return verdict.connection > live.connection and live.session != self._resuming
 
     # --- frames out ------------------------------------------------------------------------------------------------
 

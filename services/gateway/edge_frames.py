@@ -24,6 +24,7 @@ class EdgeView:
             counters=verdict.counters if verdict.finish else None,
             seen={"edge": seen} if seen is not None and moved else {},
             gap=("edge",) if gap else (),
+            connection=0,
         )
         news = verdict.epoch != self._epoch or moved or gap or verdict.tokens or verdict.finish
         told = (verdict.price, verdict.timing, verdict.window_cap, verdict.fed)

@@ -14,6 +14,7 @@ from opentelemetry import trace
 from paceline import telemetry
 from paceline.errors import BadRequest, NotFound, Overloaded, RequestError, TooLarge, TransientError, Unavailable
 from services.gateway.answers import error_body
+from services.gateway.encodings import decoded
 from services.gateway.stream import ClientGone
 from services.gateway.tenants import Keyring, Tenant, bearer
 
@@ -65,17 +66,20 @@ def identified(request: web.Request, keyring: Keyring) -> Tenant:
 
 
 async def body_of(request: web.Request) -> bytes:
-    """Raises TooLarge, naming both numbers, before a body is read that says its length; BodyTimeout."""
+    """Decompressed. Raises TooLarge, naming both numbers, before a body is read that says its length; BodyTimeout;
+    BadRequest for one that is not what its Content-Encoding says."""
     limit = request.client_max_size
     if request.content_length is not None and request.content_length > limit:
         raise TooLarge(f"a body of {request.content_length} bytes is over the limit of {limit} bytes")
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            data = await request.read()
     except TimeoutError:
         raise BodyTimeout(f"the body did not arrive within {BODY_S:g} s") from None
     except web.HTTPRequestEntityTooLarge as error:
         raise TooLarge(f"a body of more than {limit} bytes is over the limit of {limit} bytes") from error
+    encoding = request.headers.get("Content-Encoding", "")
+    return await asyncio.to_thread(decoded, data, encoding, limit) if encoding else data
 
 
 def as_request_error(error: Exception, request: web.Request) -> RequestError:

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from paceline.errors import BadRequest
-from paceline.wire import MAX_CHAIN_NODES, Sampling, Speculation
+from paceline.wire import MAX_CHAIN_NODES, MAX_COUNT, MIN_REPETITION_PENALTY, Count, Sampling, Speculation
 from services.gateway.json_body import converted, json_object
 
 MAX_CHOICES = 128
@@ -28,7 +28,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 _TINY_TOP_P = 1e-9
 """top_p 0 keeps the most likely token only, which any mass above zero does."""
 
-AtLeastOne = Annotated[int, Meta(ge=1)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Prompt = str | tuple[int, ...]
 
@@ -79,7 +79,7 @@ class _Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(min_length=1)]
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-MAX_COUNT - 1, le=MAX_COUNT)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: AtLeastOne | None = None
@@ -88,10 +88,10 @@ class _Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=10)] | None = None
+    min_tokens: Count | None = None
     speculation: SpeculationWish | None = None
 
 
@@ -188,7 +188,7 @@ def _call(
         sampling=_sampling(body),
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         max_tokens=max_tokens,
-        seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
+        seed=secrets.randbits(63) if body.seed is None else body.seed & MAX_COUNT,
         logprobs=logprobs,
         speculation=_speculation(body.speculation or SpeculationWish()),
         stream=bool(body.stream),

@@ -16,7 +16,7 @@ import structlog
 
 from paceline import subjects, wire
 from paceline.bus import Received
-from paceline.errors import BusError, RequestError, TransientError, Unavailable
+from paceline.errors import BusError, NotFound, RequestError, TransientError, Unavailable
 from paceline.service import Service
 from paceline.store import SessionRecord
 from services.migrator import moves
@@ -75,7 +75,7 @@ class Migrator:
             await received.respond(answer)
 
     async def drain(self, request: wire.DrainRequest) -> wire.DrainReport:
-        """Raises Unavailable when the verifier is unknown, or nobody else could take its sessions."""
+        """Raises NotFound when the verifier is unknown, Unavailable when nobody else could take its sessions."""
         async with self._drains.setdefault(request.verifier, asyncio.Lock()):
             started = time.monotonic()
             await self._mark(request)
@@ -90,7 +90,8 @@ class Migrator:
     async def _mark(self, request: wire.DrainRequest) -> None:
         if request.verifier not in self.verifiers:
             known = ", ".join(sorted(self.verifiers)) or "none"
-            raise Unavailable(f"no verifier is called {request.verifier}; known: {known}", code="unknown_verifier")
+            message = f"no verifier is called {request.verifier}; known: {known}"
+            raise NotFound(message, code="unknown_verifier", param="verifier")
         now = time.time()
         if not request.undo and moves.choose_target(self.verifiers.values(), request.verifier, 1, now) is None:
             raise Unavailable(f"no other verifier is ready to take the sessions of {request.verifier}")

@@ -22,6 +22,9 @@ from paceline.wire import Sampling
 
 LOGPROB_FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
+MIN_TEMPERATURE = 1e-6
+"""A lower one is greedy. The noise spans 41, so it could only part scores that are closer than 41 times this; and far
+lower ones carry the scores beyond what a float holds."""
 
 Logits = NDArray[np.float32]
 Scores = NDArray[np.float64]
@@ -84,7 +87,7 @@ def choose(logits: Logits, rule: Rule, tokens: Sequence[int] | Ids, runners: int
     sampling = rule.sampling
     index = len(tokens) - rule.prompt_length
     adjusted = _adjusted(logits, sampling, tokens, rule.prompt_length)
-    if sampling.temperature == 0:
+    if sampling.temperature < MIN_TEMPERATURE:
         return _greedy(adjusted, runners)
     scores = adjusted.astype(np.float64)
     scores /= sampling.temperature

@@ -97,6 +97,7 @@ class DraftLoop:
         self._drafter = asyncio.Event()
         self._sender = asyncio.Event()
         self._ended = asyncio.Event()
+        self._keep = False
         self._engine_failures = 0
         self._pause_s = FIRST_PAUSE_S
         self._next_length = -1
@@ -144,20 +145,24 @@ class DraftLoop:
         self.state.on_reconnected(connection, position, self._clock())
         self._changed(self.state.path.generation)
 
-    def stop(self) -> None:
-        """Draft no more; `run` returns."""
-        self.state.ended = True
+    def stop(self, *, keep: bool = False) -> None:
+        """Draft no more; `run` returns. keep: leave the session's KV to the loop that goes on with it."""
+        self.state.ended, self._keep = True, keep
         self._changed(self.state.path.generation)
 
     async def run(self) -> None:
-        """Until the session's finish, or `stop`. Engine errors are logged, waited out and tried again."""
+        """Until the session's finish, or `stop`: a guess under way is given up then, however much of its path the
+        engine still has to read. Engine errors are logged, waited out and tried again."""
         try:
             async with asyncio.TaskGroup() as group:
                 sender = group.create_task(self._send_blocks(), name=f"send drafts {self._session}")
-                await self._draft()
+                drafter = group.create_task(self._draft(), name=f"draft {self._session}")
+                await self._ended.wait()
+                drafter.cancel()
                 sender.cancel()
         finally:
-            self._engine.release(self._session)
+            if not self._keep:
+                self._engine.release(self._session)
 
     def _changed(self, generation: int) -> None:
         if self.state.ended:
@@ -176,6 +181,7 @@ class DraftLoop:
                 await self._draft_one()
             else:
                 await self._drafter.wait()
+        self._ended.set()
 
     async def _draft_one(self) -> None:
         path, generation = self.state.path.tokens(), self.state.path.generation
@@ -223,7 +229,7 @@ class DraftLoop:
             self.state.adopt(position, await repair(position))
         except TransientError as error:
             log.info("missed tokens not to be had yet", session=self._session, error=str(error))
-        if self.state.behind:
+        if self.state.behind and not self.state.ended:
             await self._pause()
         else:
             self._pause_s = FIRST_PAUSE_S

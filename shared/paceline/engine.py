@@ -156,14 +156,22 @@ class DraftEngine(Protocol):
         """Longest path that can be extended, in tokens; beyond it the caller goes on without drafts."""
         ...
 
+    @property
+    def max_sessions(self) -> int:
+        """Sessions that can hold KV at the same time."""
+        ...
+
     async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
         """The choice at position len(path), by the same rule and noise as the target's.
 
-        The engine keeps KV per session and feeds only what differs from its last call for that session. Raises
-        EngineError when this call failed (the engine lives), NoRoom when the path cannot fit.
+        The engine keeps KV per session and feeds only what differs from its last call for that session, in chunks;
+        cancelled, it feeds no further chunk. Raises EngineError when this call failed (the engine lives), NoRoom when
+        the path cannot fit.
         """
         ...
 
-    def release(self, session: str) -> None: ...
+    def release(self, session: str) -> None:
+        """The session ended: its KV serves the prefixes of others, where they may share, or goes."""
+        ...
 
     async def close(self) -> None: ...

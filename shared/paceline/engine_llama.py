@@ -52,7 +52,7 @@ class _LoadedContext(LlamaContext):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to load, and room for how much. outputs: rows of one pass that may want logits."""
+    """What to load, and room for how much. outputs: rows of one pass that may want logits. retained: see Ledgers."""
 
     path: Path
     context: int | None
@@ -61,6 +61,7 @@ class _Plan:
     sessions: int
     outputs: int
     progress: Progress | None
+    retained: int | None = None
 
     def load(self) -> tuple[_LoadedContext, int]:
         """The memory, and the context length that the model was trained for; in the worker thread."""
@@ -86,7 +87,7 @@ class _Plan:
             await runner.close()
             raise
         context = min(self.context or trained, trained, self.cells)
-        ledgers = Ledgers(self.cells, self.sessions)
+        ledgers = Ledgers(self.cells, self.sessions, retained=self.retained)
         return BatchEngine(name="llama", memory=memory, ledgers=ledgers, runner=runner, context=context, merge=merge)
 
 
@@ -123,8 +124,10 @@ class LlamaDraft(BatchedDraft):
         threads: int = 1,
         max_sessions: int = 8,
         progress: Progress | None = None,
+        chunk: int = 256,
         share_prefixes: bool = False,
     ) -> Self:
-        """As LlamaTarget.load. share_prefixes: see BatchedDraft; an edge with one user wants it."""
-        plan = _Plan(path, context, cells, threads, max_sessions, max_sessions, progress)
-        return cls(await plan.engine(merge=True), share_prefixes=share_prefixes)
+        """As LlamaTarget.load. chunk, share_prefixes: see BatchedDraft; an edge with one user wants to share."""
+        retained = None if share_prefixes else 0
+        plan = _Plan(path, context, cells, threads, max_sessions, max_sessions, progress, retained)
+        return cls(await plan.engine(merge=True), chunk=chunk, share_prefixes=share_prefixes)

@@ -14,14 +14,17 @@ from paceline.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-CONTEXTS = 4
-"""KV cells by default: this many sessions of full length."""
+TARGET_CONTEXTS = 4
+"""KV cells of a target by default: this many sessions of full length."""
+DRAFT_CONTEXTS = 2
+"""KV cells of a hosted draft by default. A session that finds none goes on without drafts, so memory comes first."""
 PROGRESS_S = 2.0
 
 
 async def load_target(settings: Settings, card: ModelCard) -> TargetEngine:
     """Seconds to minutes for a real model. Raises ModelError and SettingsError."""
-    context, cells = _room(settings, card)
+    context = _context(settings, card)
+    cells = settings.cells or TARGET_CONTEXTS * context
     if settings.engine == "simulated":
         from paceline.engine_simulated import SimulatedTarget, Simulation
 
@@ -43,11 +46,19 @@ async def load_target(settings: Settings, card: ModelCard) -> TargetEngine:
 
 async def load_draft(settings: Settings, card: ModelCard) -> DraftEngine:
     """For the target that `card` describes. Raises ModelError and SettingsError."""
-    context, cells = _room(settings, card)
+    context = _context(settings, card)
+    cells = settings.draft_cells or DRAFT_CONTEXTS * context
     if settings.engine == "simulated":
         from paceline.engine_simulated import SimulatedDraft, Simulation
 
-        return SimulatedDraft.of(Simulation.load(settings.simulated_file), context=context)
+        simulation = Simulation.load(settings.simulated_file)
+        return SimulatedDraft.of(
+            simulation,
+            context=context,
+            cells=cells,
+            max_sessions=settings.max_sessions,
+            chunk=settings.chunk_tokens,
+        )
     from paceline.engine_llama import LlamaDraft
     from paceline.models import find
 
@@ -58,19 +69,19 @@ async def load_draft(settings: Settings, card: ModelCard) -> DraftEngine:
         cells=cells,
         threads=settings.threads,
         max_sessions=settings.max_sessions,
+        chunk=settings.chunk_tokens,
         progress=LoadProgress(path),
     )
 
 
-def _room(settings: Settings, card: ModelCard) -> tuple[int, int]:
-    """Context and KV cells. Raises SettingsError where the engine cannot serve the model."""
+def _context(settings: Settings, card: ModelCard) -> int:
+    """Longest session in tokens. Raises SettingsError where the engine cannot serve the model."""
     if card.simulated != (settings.engine == "simulated"):
         raise SettingsError(
             f"PACELINE_ENGINE={settings.engine} cannot serve PACELINE_MODEL={settings.model}, which is "
             f"{'a simulated' if card.simulated else 'a real'} one"
         )
-    context = min(settings.context_tokens or card.context, card.context)
-    return context, settings.cells or CONTEXTS * context
+    return min(settings.context_tokens or card.context, card.context)
 
 
 class LoadProgress:

@@ -5,6 +5,7 @@ The acceptance rule of the whole system is `verify`: a draft token is accepted i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -20,6 +21,8 @@ from paceline.kv_ledger import common_prefix
 
 ALTERNATIVES = 4
 """Runner-ups that a guess names."""
+CATCH_UP = 16
+"""A guess that feeds more tokens is a prefill, and waits for its turn."""
 
 
 def verify(item: TargetItem, rule: Rule, path: Sequence[int], logits: LogitsAt) -> Kept:
@@ -94,8 +97,9 @@ class BatchedTarget:
 
 
 class BatchedDraft:
-    """A DraftEngine. Guesses of several sessions that wait at the same time share a pass.
+    """A DraftEngine. Guesses of several sessions that wait at the same time share a pass, with one prefill among them.
 
+    chunk: most tokens of a prefill in one pass, which is what the others in it wait for.
     share_prefixes: sessions may reuse each other's KV for a common prefix. Only for sessions of one owner: the time
     that a guess takes would tell one tenant what another one asked.
     """
@@ -104,10 +108,15 @@ class BatchedDraft:
         self.engine = engine
         self._chunk = chunk
         self._share_prefixes = share_prefixes
+        self._prefill = asyncio.Lock()
 
     @property
     def context(self) -> int:
         return self.engine.context
+
+    @property
+    def max_sessions(self) -> int:
+        return self.engine.ledgers.sequences
 
     def status(self) -> EngineStatus:
         return self.engine.status()
@@ -115,16 +124,29 @@ class BatchedDraft:
     async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
         if not 0 < len(path) <= self.context:
             raise NoRoom(f"a path of {len(path)} tokens is outside the draft model's context of {self.context}")
-        held = common_prefix(self.engine.ledgers.held(session), path)
+        held = self._held(session, path)
         if bad := [i for i in path[held:] if not 0 <= i < self.engine.memory.vocabulary]:
             raise EngineError(f"token ids {bad[:4]} are outside the draft model's vocabulary")
         owner = "" if self._share_prefixes else session
-        for end in range(held + self._chunk, len(path), self._chunk):  # others get their turn between chunks
-            await self._submit(Job(session, owner, path[:end]))
+        while len(path) - held > self._chunk:  # others get their turn between chunks
+            held += self._chunk
+            await self._feed(Job(session, owner, path[:held]))
         decide = partial(self._decide, path, rule)
-        outcome = await self._submit(Job(session, owner, path, (), decide, rule.prompt_length))
+        job = Job(session, owner, path, (), decide, rule.prompt_length)
+        outcome = await (self._feed(job) if len(path) - held > CATCH_UP else self._submit(job))
         assert isinstance(outcome, Guess)
         return outcome
+
+    def _held(self, session: str, path: Sequence[int]) -> int:
+        return common_prefix(self.engine.ledgers.held(session), path)
+
+    async def _feed(self, job: Job) -> object:
+        """A chunk, one session's at a time. Raises NoRoom where the session lost its KV while it waited: fed all at
+        once, what is missing now would hold up everybody."""
+        async with self._prefill:
+            if len(job.path) - self._held(job.session, job.path) > self._chunk:
+                raise NoRoom("the session's KV went to others during its prefill")
+            return await self._submit(job)
 
     def release(self, session: str) -> None:
         self.engine.release(session)

@@ -165,17 +165,27 @@ class SimulatedDraft(BatchedDraft):
         context: int = 2048,
         cells: int = 65536,
         max_sessions: int = 64,
+        chunk: int = 256,
     ) -> None:
         self.world = world or World()
         self.mode: Mode = mode
         self.acceptance = acceptance
-        super().__init__(_engine(self.world, timing, Ledgers(cells, max_sessions), context, merge=True))
+        ledgers = Ledgers(cells, max_sessions, retained=0)
+        super().__init__(_engine(self.world, timing, ledgers, context, merge=True), chunk=chunk)
 
     @classmethod
-    def of(cls, simulation: Simulation, *, context: int = 2048) -> Self:
+    def of(
+        cls,
+        simulation: Simulation,
+        *,
+        context: int = 2048,
+        cells: int = 65536,
+        max_sessions: int = 64,
+        chunk: int = 256,
+    ) -> Self:
         """The draft that a settings' simulated_file describes."""
-        timing = Timing(simulation.draft_ms)
-        return cls(simulation.world, simulation.mode, simulation.acceptance, timing, context=context)
+        timing, room = Timing(simulation.draft_ms), {"cells": cells, "max_sessions": max_sessions, "chunk": chunk}
+        return cls(simulation.world, simulation.mode, simulation.acceptance, timing, context=context, **room)
 
     def guessed(self, choice: Choice, logits: Logits, path: Sequence[int], rule: Rule) -> Guess:
         if self._fits(path, len(path) - rule.prompt_length):

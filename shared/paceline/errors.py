@@ -58,7 +58,7 @@ class ContextLengthExceeded(BadRequest):
 
 
 class Unauthorized(RequestError):
-    """No key, a wrong key, or a wrong resume secret."""
+    """No key, or a wrong one."""
 
     status, code, kind = 401, "invalid_api_key", "authentication_error"
 

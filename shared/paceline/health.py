@@ -37,8 +37,9 @@ def health_routes(service: Service) -> list[web.RouteDef]:
 
 @asynccontextmanager
 async def listening(app: web.Application, host: str, port: int, variable: str) -> AsyncIterator[int]:
-    """Serve `app`; yields the port (a free one for 0). Raises PortTaken, naming the port and its variable."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    """Serve `app`; yields the port (a free one for 0). Raises PortTaken, naming the port and its variable. A request's
+    body is what was sent: whoever reads one looks at its Content-Encoding."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

@@ -1,11 +1,10 @@
-"""Child processes on this machine: started with a log, waited for, stopped; when to restart them; their log lines."""
+"""Child processes on this machine: started with a log, waited for, stopped; when to restart them."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import os
-import re
 import shutil
 import signal
 import socket
@@ -14,13 +13,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 import aiohttp
 import psutil
 
 from paceline.errors import FatalError, PortTaken
+from paceline.stack_logs import read_line
 
 POLL_S = 0.05
 LOG_TAIL = 30
@@ -236,48 +235,6 @@ def _says(port: int, question: bytes, answer: bytes) -> Ready:
         return None if said == answer else f"port {port} said {said!r}"
 
     return ready
-
-
-# --- log lines ---
-
-_CLOCK = r"\d\d:\d\d:\d\d\.\d{1,6}"
-_ISO = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,6})?Z"
-_STAMPS = (
-    (re.compile(rf"({_ISO}) "), datetime.fromisoformat),
-    (re.compile(rf"\[\d+\] (\d{{4}}/\d\d/\d\d {_CLOCK}) "), lambda at: datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f")),
-    (re.compile(rf"\d+:\w (\d\d \w{{3}} \d{{4}} {_CLOCK}) "), lambda at: datetime.strptime(at, "%d %b %Y %H:%M:%S.%f")),
-    (re.compile(r"\d+:signal-handler \((\d+)\) "), lambda at: datetime.fromtimestamp(int(at))),
-    (re.compile(rf'(?=\{{.*"timestamp": ?"({_ISO})")'), datetime.fromisoformat),
-)
-"""How lines begin: the services' for people, NATS, Valkey, Valkey in a signal handler, the services' in JSON. What
-names no time zone is local time."""
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_PADDED = re.compile(r"\[(\w+) *\] ")
-_SAID_BY_THE_NAME = re.compile(r" (?:instance|service)=\S+")
-_NATS_BANNER = re.compile(r"\[INF\] (?:\W|_)*(?:JETSTREAM -+|https://docs\.nats\.io.*)?$")
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """`at`: Unix seconds; None: it goes on from the line before, or names no time."""
-
-    at: float | None
-    text: str
-
-
-def read_line(raw: str) -> LogLine | None:
-    """One line of any child's log, without time, colours and padding; None: a line of a banner."""
-    raw = _ANSI.sub("", raw)
-    for pattern, read in _STAMPS:
-        if found := pattern.match(raw):
-            text = raw[found.end() :]
-            if _NATS_BANNER.match(text):
-                return None
-            if level := _PADDED.match(text):
-                rest = _SAID_BY_THE_NAME.sub("", text[level.end() :])
-                text = re.sub(r" {2,}", " ", f"{level[1]}: {rest}")
-            return LogLine(read(found[1]).timestamp(), text)
-    return LogLine(None, raw)
 
 
 # --- ports and pids ---

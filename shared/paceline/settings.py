@@ -90,8 +90,12 @@ class Settings(_Base):
     """None: what the model was trained for."""
     cells: Positive | None = None
     """KV cells of the target, shared by all sessions; None: four contexts."""
+    draft_cells: Positive | None = None
+    """KV cells of the hosted drafter, shared by all sessions; None: two contexts. A session that finds no room there
+    goes on without drafts."""
     chunk_tokens: Positive = 64
-    """Longest prefill chunk in one step: what another session waits for at most."""
+    """Longest prefill chunk in one step, of the target or the hosted drafter: what another session waits for at
+    most."""
     max_step_tokens: Positive = 256
     """Draft and decode tokens in one verify step, prefill chunk not counted."""
     max_sessions: Positive = 256

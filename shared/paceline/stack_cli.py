@@ -14,15 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
 import structlog
 
 from paceline.errors import FatalError
-from paceline.processes import Child, alive, birth, http_ready, read_line
+from paceline.processes import alive, birth, http_ready
 from paceline.settings import Settings, StackSettings
 from paceline.stack import (
     SERVERS,
@@ -34,6 +33,8 @@ from paceline.stack import (
     read_state,
     stop_order,
 )
+from paceline.stack_logs import Logs
+from paceline.stack_supervisor import Supervisor
 
 STOP_S = 15.0
 SUPERVISOR_STOP_S = 75.0
@@ -199,76 +200,6 @@ def _answer_ready() -> None:
     os.close(nowhere)
 
 
-class Supervisor:
-    """Holds a stack until SIGTERM or SIGINT."""
-
-    def __init__(self, stack: LocalStack) -> None:
-        self._stack = stack
-        self._look = asyncio.Event()
-
-    async def run(self, ready: Callable[[], None]) -> None:
-        """Up, `ready`, tend, and down after the signal. Raises FatalError when it does not come up."""
-        loop = asyncio.get_running_loop()
-        holding = asyncio.create_task(self._hold(ready), name="hold")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, holding)
-        loop.add_signal_handler(signal.SIGCHLD, self._look.set)
-        with contextlib.suppress(asyncio.CancelledError):
-            await holding
-
-    def _stop(self, holding: asyncio.Task[None]) -> None:
-        """Once: a second signal must not cut the way down short."""
-        if not holding.cancelling():
-            holding.cancel()
-
-    async def _hold(self, ready: Callable[[], None]) -> None:
-        async with self._stack:
-            log.info("all is ready", gateway=self._stack.gateway_url)
-            ready()
-            while True:
-                self._look.clear()
-                for child in self._stack.children.values():
-                    self._tend(child)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._look.wait(), self._until_next())
-
-    def _until_next(self) -> float | None:
-        """Seconds until the next child is due; None: none is."""
-        due = [child.restarts.due for child in self._stack.children.values() if child.restarts.due is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _tend(self, child: Child) -> None:
-        past, now = child.restarts, time.monotonic()
-        if child.running or past.gone:
-            return
-        if past.due is None:
-            past.ended(child.end, time.time() - child.born, now)
-            self._report_end(child, now)
-        elif now >= past.due:
-            self._start_again(child)
-        else:
-            return
-        self._stack.save()
-
-    def _report_end(self, child: Child, now: float) -> None:
-        past = child.restarts
-        if past.due is None:
-            log.error(f"{child.name} {child.end}, and is given up", restarts_in_a_row=past.in_a_row)
-        else:
-            log.warning(f"{child.name} {child.end}; it is started again", in_s=round(past.due - now, 1))
-
-    def _start_again(self, child: Child) -> None:
-        child.restarts.started()
-        try:
-            child.start()
-        except OSError as error:
-            log.error(f"{child.name} could not be started", error=str(error))
-            # No SIGCHLD will come: the next look counts this as one more end.
-            self._look.set()
-        else:
-            log.info(f"{child.name} was started again", pid=child.pid, restarts=child.restarts.total)
-
-
 # --- down ---
 
 
@@ -378,7 +309,7 @@ def _advice(state: StackState, conditions: dict[str, str], supervised: bool) -> 
 def _logs(settings: StackSettings, options: argparse.Namespace) -> int:
     """Show the latest log lines of this run (or the last one), merged by time, and with --follow what comes."""
     folder = settings.state_dir / "logs"
-    logs = _Logs(folder, options.names)
+    logs = Logs(folder, options.names)
     unknown = [name for name in options.names if name not in logs.names()]
     if unknown:
         raise FatalError(f"no log of {', '.join(unknown)}; there are {', '.join(logs.names()) or 'none'}")
@@ -391,41 +322,3 @@ def _logs(settings: StackSettings, options: argparse.Namespace) -> int:
             time.sleep(FOLLOW_S)
             sys.stdout.writelines(logs.new())
     return 0
-
-
-class _Logs:
-    """The log files of a folder, read on and on. `names`: of these processes; empty: of all, new ones included."""
-
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self._folder = folder
-        self._names = names
-        self._places: dict[str, int] = {}
-        self._times: dict[str, float] = {}
-        """Of each file's last line: a line without a time belongs to the one before."""
-
-    def names(self) -> list[str]:
-        return sorted(file.stem for file in self._folder.glob("*.log"))
-
-    def new(self) -> list[str]:
-        """Lines since the last call, by time, for people; the first call has all."""
-        lines = [line for name in self._names or self.names() for line in self._of(name)]
-        return [
-            f"{name:<11} {datetime.fromtimestamp(at):%H:%M:%S}.{int(at % 1 * 1000):03} {text}\n"
-            for at, name, text in sorted(lines, key=lambda line: line[0])
-        ]
-
-    def _of(self, name: str) -> Iterable[tuple[float, str, str]]:
-        file = self._folder / f"{name}.log"
-        # Put aside by the next `up`, and not there again yet.
-        if not file.exists():
-            return
-        size, place = file.stat().st_size, self._places.get(name, 0)
-        with file.open("rb") as opened:
-            opened.seek(place if place <= size else 0)
-            data = opened.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._places[name] = opened.tell() - len(data) + len(whole)
-        for raw in whole.decode(errors="replace").splitlines():
-            if line := read_line(raw):
-                self._times[name] = line.at or self._times.get(name, file.stat().st_mtime)
-                yield self._times[name], name, line.text

@@ -92,7 +92,7 @@ LOST_BATCHES = Metric(
 )  # fmt: skip
 DRAFTER_FAILURES = Metric(
     "drafter_failures", "counter", "Hosted drafts that were not to be had, by reason",
-    {"reason": ("no_responders", "timeout", "refused", "engine", "bus")},
+    {"reason": ("no_responders", "timeout", "refused", "engine", "no_room", "bus")},
 )  # fmt: skip
 SESSIONS = Metric("sessions", "gauge", "Sessions of this process, by state", {"state": ("live", "parked", "waiting")})
 PARTITIONS = Metric("leased_partitions", "gauge", "Partitions that this batcher holds")

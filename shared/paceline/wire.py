@@ -22,13 +22,18 @@ MAX_CHAIN_NODES = 64
 MAX_CHAINS = 16
 MAX_HELD_NODES = 256
 MAX_WAN_BYTES = 1 << 20
+MAX_COUNT = (1 << 63) - 1
+"""The largest integer in any message: JSON readers and Redis hold no more."""
+MIN_REPETITION_PENALTY = 1e-6
+"""A logit over it stays finite."""
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 24)]
 Position = Annotated[int, Meta(ge=0, lt=1 << 24)]
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+NodeId = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_\-:/.]+$")]
 SessionId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_\-]+$")]
-Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Seed = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Source = Literal["edge", "hosted", "lookup"]
 Finish = Literal["stop", "length", "cancelled", "error"]
 
@@ -52,13 +57,14 @@ class Part(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Sampling(Part, frozen=True, kw_only=True):
-    """How the target chooses (docs/speculation.md section 1). temperature 0 is greedy; top_k 0 and top_p 1 mean off."""
+    """How the target chooses (docs/speculation.md section 1). temperature 0 is greedy, and so is one below
+    coupling.MIN_TEMPERATURE; top_k 0 and top_p 1 mean off."""
 
     temperature: Annotated[float, Meta(ge=0, le=10)] = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_k: Count = 0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=10)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] = {}
@@ -89,11 +95,11 @@ class Chain(Part, frozen=True, kw_only=True):
     """Nodes first, first+1, ... each the child of the one before; the first hangs under node `after`, or under the
     committed prefix of length `at`. conf: one byte a token, round(255 * confidence)."""
 
-    first: Annotated[int, Meta(ge=1)]
+    first: NodeId
     position: Position
     tokens: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_CHAIN_NODES)]
     conf: bytes = b""
-    after: Annotated[int, Meta(ge=1)] | None = None
+    after: NodeId | None = None
     at: Position | None = None
 
     def __post_init__(self) -> None:
@@ -193,6 +199,8 @@ class Verdict(Message, frozen=True, kw_only=True, tag="verdict"):
     """Most nodes a source may hold in flight, when the policy caps it."""
     fed: Position | None = None
     """While the prompt is read: how many of its tokens the verifier holds. Absent once the first token is out."""
+    connection: Count = 0
+    """For gateways: the session belongs to this connection now, every lower one is superseded. 0: nothing to tell."""
 
 
 # --- opening, resuming, closing ------------------------------------------------------------------------------------

@@ -13,14 +13,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
 
 from paceline.errors import PortTaken
-from paceline.processes import Restarts, alive, free_ports, read_line
+from paceline.processes import Restarts, alive, free_ports
 from paceline.settings import child_environment
 from paceline.stack import LocalStack, ProcessState, StackOptions, StackState, read_state
+from paceline.stack_logs import read_line
 
 TOY = {"model": "toy", "engine": "simulated"}
 ONLY_SERVERS = {"verifier": 0, "drafter": 0, "batcher": 0, "gateway": 0, "policy": 0, "migrator": 0}
@@ -216,17 +218,53 @@ async def test_status_and_down_work_when_the_supervisor_was_killed(tmp_path: Pat
         async with asyncio.timeout(5):
             while lives(state.supervisor):
                 await asyncio.sleep(0.01)
+        os.kill(state.processes["migrator-0"].pid, signal.SIGKILL)
+        async with asyncio.timeout(5):
+            while lives(state.processes["migrator-0"]):
+                await asyncio.sleep(0.01)
         code, output = await run(tmp_path, "status")
         assert code == 3
-        assert output.count("ready") == 6
+        assert output.count("ready") == 5
+        assert output.count("gone for good") == 1
         assert "the supervisor is gone" in output
         assert "make down" in output
         code, output = await run(tmp_path, "up")
         assert code == 1
         assert "without its supervisor" in output
     finally:
-        assert await run(tmp_path, "down") == (0, "stopped 8 processes\n")
+        assert await run(tmp_path, "down") == (0, "stopped 7 processes\n")
     assert not any(lives(item) for item in state.processes.values())
+
+
+async def test_the_status_says_what_to_do_about_a_process_that_was_given_up(tmp_path: Path) -> None:
+    dead = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await dead.wait()
+    gone = ProcessState(dead.pid, 1.0, "", {"http": 1}, restarts=6, last_end="ended with code 1", gone=True)
+    this = ProcessState(os.getpid(), psutil.Process().create_time(), "", {})
+    state = StackState("http://127.0.0.1:1", "", "", "key", {"batcher-0": gone}, this)
+    (tmp_path / "stack.json").write_bytes(msgspec.json.encode(state))
+    code, output = await run(tmp_path, "status")
+    assert code == 3
+    assert "gone for good, started again 6 times (ended with code 1)" in output
+    assert "make logs PROCESS=batcher-0" in output
+    code, output = await run(tmp_path, "up")
+    assert code == 1
+    assert "runs, but for batcher-0" in output
+
+
+async def test_an_interrupted_up_leaves_nothing(tmp_path: Path) -> None:
+    settings = {"PACELINE_STATE_DIR": str(tmp_path), "PACELINE_MODEL": "toy", "PACELINE_ENGINE": "simulated"}
+    ports = [word for name in ("nats", "redis", "http") for word in (f"--{name}-port", "0")]
+    starting = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "paceline.stack", "up", *ports, env=child_environment(settings)
+    )
+    async with asyncio.timeout(20):
+        while (state := read_state(tmp_path)) is None:
+            await asyncio.sleep(0.01)
+        starting.send_signal(signal.SIGINT)
+        assert await starting.wait() == 130
+    assert not any(lives(item) for item in [*state.processes.values(), state.supervisor])
+    assert read_state(tmp_path) is None
 
 
 async def test_a_start_that_fails_shows_this_run_alone_and_leaves_nothing(tmp_path: Path) -> None:
@@ -276,7 +314,7 @@ def test_a_start_that_lasted_makes_the_count_begin_anew() -> None:
         ("2026-01-02T03:04:05.123456Z [info     ] serving                        instance=batcher-0 service=batcher",
          "info: serving"),
         ("2026-01-02T03:04:05Z [\x1b[32mwarning  \x1b[0m] waiting    what=nats", "warning: waiting what=nats"),
-        ("[17] 2026/01/02 03:04:05.885153 [INF] Server is ready", "[INF] Server is ready"),
+        ("[17] 2026/01/02 03:04:05.885153 [INF] Server is ready", "INF: Server is ready"),
         ("17:M 02 Jan 2026 03:04:05.866 * Ready", "* Ready"),
         ("17:signal-handler (1767323045) Received SIGTERM", "Received SIGTERM"),
         ('{"event": "x", "timestamp": "2026-01-02T03:04:05Z"}', '{"event": "x", "timestamp": "2026-01-02T03:04:05Z"}'),

@@ -70,7 +70,16 @@ class Terminal:
         seen = len(self.shown)
         async with asyncio.timeout(30):
             while words not in self.shown[seen:]:
-                self.shown += (await asyncio.to_thread(os.read, self.controller, 65536)).decode()
+                self.shown += await self._read()
+
+    async def _read(self) -> str:
+        loop, came = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.controller, came.set)
+        try:
+            await came.wait()
+        finally:
+            loop.remove_reader(self.controller)
+        return os.read(self.controller, 65536).decode()
 
 
 @asynccontextmanager
@@ -338,7 +347,8 @@ async def test_what_is_typed_during_an_answer_waits_unseen(gateway: ScriptedGate
         await second.commit(ids("The second."), finish="stop")
         await terminal.until("The second.")
         terminal.type("\x04")
-        assert await terminal.process.wait() == 0
+        async with asyncio.timeout(10):
+            assert await terminal.process.wait() == 0
     assert "The first answer.\r\n" in terminal.shown
     assert "you> two" in terminal.shown.partition("answer.")[2]
     assert bytes(token for token in second.opened.tokens if token < 256).decode().count("two") == 1
