@@ -21,9 +21,9 @@ ANSWER_S = 300.0
 MODES = ("cloud", "sync", "deep", "paceline")
 READING = "acceptance: accepted / verified drafts. tokens/step: tokens a verifier step brings."
 SMALL = (
-    "This pair: the large model has only 135M parameters, its plain step costs about as much as a draft. So beyond a "
-    "short link paceline, filling the gaps with plain steps, runs about as fast as cloud, and sync pays every round "
-    "trip; deep, which fills nothing, shows how many verifier steps the drafts save."
+    'This pair: the "large" model has only 135M parameters, a plain step costs about as much as a draft. Beyond a '
+    "short link paceline, which fills with plain steps, is at best about as fast as cloud; sync pays every round trip; "
+    "deep shows how many verifier steps drafts save."
 )
 """True of the pairs that are one model at two precisions."""
 SELF_DRAFTING = ("smollm2", "smollm2-hi")

@@ -18,11 +18,11 @@ from edge_client.faults import NoGateway
 from edge_client.interrupts import EXIT_CODE
 from paceline.errors import FatalError, PacelineError, RequestError, Unauthorized
 
-_LOCAL_KEY = "export PACELINE_API_KEY=$(cat .state/key)"
-_NO_KEY = f"after `make up` on this machine: {_LOCAL_KEY}; elsewhere the gateway's operator makes one"
-_WRONG_KEY = f"the key of a gateway that `make up` started is in .state/key: {_LOCAL_KEY}"
-_NO_DRAFTS = "without drafts from here: --hosted (the cloud drafts too) or --no-speculation"
-_NO_GATEWAY = "is the gateway running there? --gateway or PACELINE_GATEWAY_URL names another"
+_KEY_OF_UP = "export PACELINE_API_KEY=$(cat .state/key)"
+_NO_KEY = ("`make up` on this machine makes one; after it:", _KEY_OF_UP)
+_WRONG_KEY = ("for a gateway that `make up` started on this machine:", _KEY_OF_UP)
+_NO_DRAFTS = ("without drafts from here: --hosted (the cloud drafts too)", "or --no-speculation")
+_NO_GATEWAY = ("is the gateway running there?", "--gateway or PACELINE_GATEWAY_URL names another")
 
 
 def main() -> None:
@@ -46,19 +46,18 @@ def _explain(error: PacelineError) -> None:
         answer = {"error": {"code": code, "message": str(error), "status": status}}
         sys.stdout.write(orjson.dumps(answer).decode() + "\n")
     console = Console(stderr=True, highlight=False)
-    console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-    hint = _hint(error)
-    if hint is not None:
-        console.print(f"       {hint}", style="dim", markup=False, soft_wrap=True)
+    console.print(f"error: {error}", style="red", markup=False, soft_wrap=not console.is_terminal)
+    for line in _hint(error):
+        console.print(f"       {line}", style="dim", markup=False, soft_wrap=True)
 
 
-def _hint(error: PacelineError) -> str | None:
-    """What to do about it, where that is known."""
+def _hint(error: PacelineError) -> tuple[str, ...]:
+    """What to do about it, in lines that fit 80 columns; none where that is not known."""
     if isinstance(error, Unauthorized):
         return _NO_KEY if error.code == "missing_api_key" else _WRONG_KEY
     if isinstance(error, NoDraftModel):
         return _NO_DRAFTS
-    return _NO_GATEWAY if isinstance(error, NoGateway) else None
+    return _NO_GATEWAY if isinstance(error, NoGateway) else ()
 
 
 if __name__ == "__main__":

@@ -63,6 +63,8 @@ class LineInput:
                 value: str | None = input(prompt if sys.stdin.isatty() else "")
             except EOFError:
                 value = None
+                if sys.stdin.isatty():
+                    sys.stdout.write("\n")  # Ctrl-D ends no line
             self._asking(False)
             if not loop.is_closed():
                 loop.call_soon_threadsafe(deliver, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -54,11 +55,11 @@ def _drafters(report: wire.SystemReport) -> Table:
     return table
 
 
-def _decisions(report: wire.SystemReport) -> list[Text]:
-    lines = []
+def _decisions(report: wire.SystemReport) -> list[RenderableType]:
+    lines: list[RenderableType] = []
     for item in report.decisions:
         lines.append(Text(f"\npolicy for {item.model}, version {item.version}", "italic"))
-        lines += [Text(f"  {line}") for line in told(item)]
+        lines += [Padding(Text(line), (0, 0, 0, 2), expand=False) for line in told(item)]
     return lines or [Text("\nno policy decision yet", "dim")]
 
 

@@ -63,8 +63,9 @@ class Pace:
 
     @property
     def flush_s(self) -> float:
-        """A younger block waits for more nodes: about one more. Longer blocks save bytes, but what waits here is missing
-        there: in simulated time a flush of three draft times costs deep speculation 6 % at a round trip of 100 ms."""
+        """A younger block waits for more nodes: about one more. Longer blocks save bytes, but what waits here is
+        missing there: in simulated time a flush of three draft times costs deep speculation 6 % at a round trip of
+        100 ms."""
         return max(SHORTEST_FLUSH_S, self.draft_s or 0.0)
 
     @property

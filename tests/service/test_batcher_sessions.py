@@ -18,7 +18,6 @@ from paceline.errors import (
     NotFound,
     Overloaded,
     RequestError,
-    Unauthorized,
     Unavailable,
 )
 from paceline.telemetry import DRAFTER_FAILURES
@@ -31,7 +30,9 @@ from paceline.wire import (
     PlacementList,
     PlacementQuery,
     PolicyDecision,
+    Presence,
     Sampling,
+    SessionClose,
     SessionMove,
     SessionOpened,
     Speculation,
@@ -47,8 +48,8 @@ SLOW = {"step_ms": 5.0}
     [
         ({"tokens": ()}, BadRequest, "empty_prompt", "tokens"),
         ({"tokens": (1, 259)}, BadRequest, "token_out_of_range", "tokens"),
-        ({"tokens": (65,) * 64}, BadRequest, "context_length_exceeded", "messages"),
-        ({"tokens": (65,) * 100}, BadRequest, "context_length_exceeded", "messages"),
+        ({"tokens": (65,) * 64}, BadRequest, "context_length_exceeded", "tokens"),
+        ({"tokens": (65,) * 100}, BadRequest, "context_length_exceeded", "tokens"),
         ({"model": "nope"}, NotFound, "model_not_found", "model"),
         ({"fingerprint": "f" * 64}, Conflict, "fingerprint_mismatch", "fingerprint"),
         ({"max_tokens": 0}, BadRequest, "invalid_value", "max_tokens"),
@@ -266,7 +267,8 @@ async def test_a_resume_binds_the_session_to_the_new_connection() -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "code"),
     [
-        ({"secret": "0" * 32}, Unauthorized, "wrong_secret"),
+        ({"secret": "0" * 32}, NotFound, "session_not_found"),
+        ({"secret": "\u00e9"}, NotFound, "session_not_found"),
         ({"tenant": "TEN-B"}, NotFound, "session_not_found"),
         ({"session": "s0"}, NotFound, "session_not_found"),
     ],
@@ -284,19 +286,51 @@ async def test_only_the_owner_resumes(changes: dict[str, Any], kind: type[Reques
 
 
 @pytest.mark.parametrize("beyond", [True, False])
-async def test_a_position_that_the_store_does_not_have_ends_as_history_lost(beyond: bool) -> None:
+async def test_a_resume_with_another_history_is_refused_and_harms_nobody(beyond: bool) -> None:
     async with stack(engine=SLOW) as made:
-        client = await made.client(max_tokens=400).open()
+        client = await made.client().open()
         await client.grown(2)
         changes = {"position": 1000} if beyond else {"prefix_hash": "0" * 16}
         with pytest.raises(Conflict) as refused:
             await client.resume(**changes)
         assert refused.value.code == "history_lost"
-        await client.done()
-        assert client.finish == "error"
-        assert client.last is not None
-        assert client.last.error is not None
-        assert client.last.error.code == "history_lost"
+        assert await client.done() == client.expected(), "the session is unharmed"
+        assert client.finish == "length"
+
+
+def told(client: Client) -> list[int]:
+    return [verdict.connection for verdict in client.verdicts if verdict.connection]
+
+
+async def test_a_resume_is_told_to_the_readers_of_older_connections() -> None:
+    async with stack(engine=SLOW, presence_ttl_s=5) as made:
+        client = await made.client(max_tokens=60).open()
+        await client.grown(2)
+        first = client.opened
+        assert first is not None
+        assert told(client) == []
+        second = await client.resume()
+        await client.until(lambda: bool(told(client)))
+        await client.grown(10)
+        assert told(client) == [second.connection], "once is enough while nobody contradicts"
+        assert await client.done() == client.expected()
+
+
+@pytest.mark.parametrize("kind", [Presence, SessionClose])
+async def test_an_older_connection_that_speaks_is_told_again(kind: Any) -> None:
+    async with stack(engine=SLOW, presence_ttl_s=5) as made:
+        client = await made.client(max_tokens=60).open()
+        await client.grown(2)
+        first = client.opened
+        assert first is not None
+        second = await client.resume()
+        await client.until(lambda: bool(told(client)))
+        before = len(told(client))
+        fields = {"t_sent": time.time()} if kind is Presence else {}
+        await made.bus.publish(client.subject(), kind(session=client.session, connection=first.connection, **fields))
+        await client.until(lambda: len(told(client)) > before)
+        assert told(client)[-1] == second.connection
+        assert await client.done() == client.expected(), "its close has no effect"
 
 
 async def test_a_finished_session_can_be_resumed_for_what_was_missed() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from paceline import subjects, telemetry
 from paceline.bus import Received
@@ -15,16 +15,17 @@ from paceline.bus_memory import MemoryBus
 from paceline.coupling import choose
 from paceline.ends import Ends
 from paceline.engine import DraftEngine, Guess, Rule
-from paceline.engine_simulated import SimulatedDraft, World
+from paceline.engine_simulated import SimulatedDraft, Timing, World
 from paceline.errors import EngineError, NoResponders, NotFound, Overloaded
 from paceline.served_card import served_card
 from paceline.service import Service
 from paceline.session import Session
 from paceline.settings import Settings
-from paceline.store import SessionRecord
+from paceline.store import Append, SessionRecord
 from paceline.store_memory import MemoryStore
 from paceline.wire import (
     Ack,
+    Counters,
     DraftBlock,
     DrafterStatus,
     HostedOpen,
@@ -34,7 +35,7 @@ from paceline.wire import (
     Speculation,
     Verdict,
 )
-from services.drafter import hosted
+from services.drafter import lookout
 from services.drafter.drafter import Drafter, body
 from services.drafter.metered import MeteredDraft
 
@@ -52,6 +53,10 @@ class Faulty:
     @property
     def context(self) -> int:
         return self.engine.context
+
+    @property
+    def max_sessions(self) -> int:
+        return self.engine.max_sessions
 
     async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
         if self.broken:
@@ -100,8 +105,15 @@ class Peer:
         )
 
     async def open(self) -> None:
+        await self.rig.service.sessions.create(self.record)
         await self.rig.bus.subscribe(subjects.DRAFT.at(model="toy", partition=PARTITION), self.on_block, DraftBlock)
         assert isinstance(await self.rig.open(self.request()), Ack)
+
+    async def store(self, finish: str | None = None) -> None:
+        """What is committed goes to the store, and nothing on the bus says so."""
+        new = tuple(self.session.committed[len(PROMPT) :])
+        append = Append(self.id, "toy", 9, len(PROMPT), new, "f" * len(new), Counters(), finish=finish)
+        await self.rig.service.sessions.append([append])
 
     async def on_block(self, received: Received) -> None:
         block = received.message
@@ -149,11 +161,14 @@ class Rig:
 
 
 @asynccontextmanager
-async def running(*, acceptance: float = 0.8, max_sessions: int = 8, context: int = 2048) -> AsyncIterator[Rig]:
+async def running(
+    *, acceptance: float = 0.8, max_sessions: int = 8, sequences: int = 64, context: int = 2048, step_ms: float = 0
+) -> AsyncIterator[Rig]:
     bus, store = MemoryBus(), MemoryStore()
     settings = Settings.load(engine="simulated", model="toy", instance="d1", max_sessions=max_sessions)
     service = Service("drafter", settings, bus, store, store)
-    engine = Faulty(SimulatedDraft(World(), acceptance=acceptance, context=context))
+    room, timing = {"context": context, "max_sessions": sequences, "chunk": settings.chunk_tokens}, Timing(step_ms)
+    engine = Faulty(SimulatedDraft(World(), acceptance=acceptance, timing=timing, **room))
     drafter = Drafter(service, served_card(settings))
     await drafter.start(MeteredDraft(engine, service.metrics))
     try:
@@ -194,7 +209,7 @@ async def test_lost_verdicts_are_repaired_from_the_store():
         await peer.open()
         await until(lambda: peer.session.held > 0)
         await peer.step(lost=True)
-        await rig.service.sessions.create(replace(peer.record, tokens=tuple(peer.session.committed)))
+        await peer.store()
         before = len(peer.blocks)
         await peer.tell(peer.session.tip)
         await until(lambda: len(peer.blocks) > before)
@@ -209,7 +224,7 @@ async def test_stop_and_silence_end_a_session(monkeypatch):
         await first.open()
         await rig.bus.publish(subjects.HOSTED_STOP.at(session="s"), HostedStop(session="s"))
         await until(lambda: rig.drafter.sessions == 0)
-        monkeypatch.setattr(hosted, "IDLE_S", 0.15)
+        monkeypatch.setattr(lookout, "IDLE_S", 0.15)
         second = Peer(rig, "t")
         await second.open()
         await asyncio.sleep(0.1)
@@ -217,6 +232,57 @@ async def test_stop_and_silence_end_a_session(monkeypatch):
         await asyncio.sleep(0.1)
         assert rig.drafter.sessions == 1
         await until(lambda: rig.drafter.sessions == 0, 1)
+
+
+async def test_a_stop_that_got_lost_or_came_before_the_opening_costs_no_more_than_two_seconds():
+    async with running() as rig:
+        lost, early = Peer(rig, "lost"), Peer(rig, "early")
+        await lost.open()
+        await until(lambda: lost.session.held > 0)
+        await lost.store(finish="cancelled")
+        await rig.service.sessions.create(early.record)
+        await early.store(finish="length")
+        await rig.bus.publish(subjects.HOSTED_STOP.at(session="early"), HostedStop(session="early"))
+        assert isinstance(await rig.open(early.request()), Ack)
+        await until(lambda: rig.drafter.sessions == 0, 2)
+
+
+async def test_a_silent_session_stays_while_it_is_not_over_also_without_a_store(monkeypatch):
+    monkeypatch.setattr(lookout, "LOOK_S", 0.02)
+    async with running() as rig:
+        store = rig.service.sessions
+        assert isinstance(store, MemoryStore)
+        await Peer(rig).open()
+        await asyncio.sleep(0.1)
+        store.away = True
+        await asyncio.sleep(0.1)
+        assert rig.drafter.sessions == 1
+        store.away = False
+        await asyncio.sleep(0.1)
+        assert rig.drafter.sessions == 1
+
+
+async def test_a_session_that_ends_in_its_prefill_gives_the_engine_back_at_once():
+    async with running(step_ms=20) as rig:
+        long, short = Peer(rig, "long"), Peer(rig, "short")
+        await long.open()
+        await rig.open(structs.replace(long.request(), tokens=PROMPT + tuple(b"a" * 1900)))
+        await until(lambda: rig.engine.engine.status().cells_used > 64)
+        await rig.bus.publish(subjects.HOSTED_STOP.at(session="long"), HostedStop(session="long"))
+        await until(lambda: rig.drafter.sessions == 0, 0.2)
+        await short.open()
+        await until(lambda: bool(short.blocks), 0.4)
+        assert rig.engine.engine.status().cells_used < 64
+
+
+async def test_a_verdict_after_the_end_is_no_trouble():
+    async with running() as rig:
+        await Peer(rig).open()
+        session = rig.drafter._sessions["s"]
+        session.stop()
+        await until(lambda: rig.drafter.sessions == 0)
+        verdict = Verdict(session="s", epoch=9, at=len(PROMPT))
+        await session._on_verdict(Received(subjects.VERDICT.at(session="s"), verdict))
 
 
 async def test_asked_again_it_starts_over_with_a_higher_incarnation():
@@ -245,6 +311,11 @@ async def test_refusals_name_what_is_wrong():
         )
         with pytest.raises(NotFound, match="toy"):
             await rig.open(wrong)
+    async with running(sequences=2) as rig:
+        for name in ("a", "b"):
+            await Peer(rig, name).open()
+        with pytest.raises(Overloaded, match="2 sessions"):
+            await Peer(rig, "c").open()
 
 
 async def test_engine_trouble_shows_and_drafts_come_back(monkeypatch):

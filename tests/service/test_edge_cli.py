@@ -231,7 +231,7 @@ async def test_no_key(gateway: ScriptedGateway, tmp_path: Path) -> None:
         code, _, err = await ended(process)
     assert code == 1
     assert "no API key" in err
-    assert "after `make up` on this machine" in err
+    assert "`make up` on this machine makes one" in err
 
 
 async def test_a_gateway_that_is_away(tmp_path: Path) -> None:

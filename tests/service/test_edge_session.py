@@ -298,6 +298,27 @@ async def test_a_refused_resume_ends_the_session(gateway: ScriptedGateway, clien
     assert last.error.code == "history_lost"
 
 
+async def test_a_session_that_somebody_else_resumed_is_taken_back_once(
+    gateway: ScriptedGateway, client: EdgeClient
+) -> None:
+    """Once it may have been a late resume of our own; two devices must not take it from each other for ever."""
+    async with client.session(ASK) as session:
+        told = await gateway.session()
+        superseded = refused(409, "superseded", "another connection resumed this session", told.id)
+        await told.commit(ids("mine"))
+        await until(session, lambda event: isinstance(event, Committed))
+        await told.send(superseded)
+        await told.until(lambda: len(told.resumes) == 1)
+        await told.commit(ids(" again"))
+        await until(session, lambda event: isinstance(event, Committed))
+        await told.send(superseded)
+        last = (await following(session))[-1]
+    assert isinstance(last, Finished)
+    assert last.error is not None
+    assert last.error.code == "superseded"
+    assert len(told.resumes) == 1
+
+
 async def test_a_cloud_that_cannot_resume_yet_is_asked_again(gateway: ScriptedGateway, client: EdgeClient) -> None:
     def not_yet(resume: wire.SessionResume, socket: web.WebSocketResponse) -> bool:
         told = gateway.sessions[resume.session]

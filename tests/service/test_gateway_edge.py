@@ -358,6 +358,50 @@ async def test_a_resume_at_a_history_that_differs_ends_with_history_lost(desk: t
     assert (verdict.finish, verdict.error.code) == ("error", "history_lost")
 
 
+@pytest.mark.parametrize("same", [False, True])
+async def test_an_edge_whose_session_was_resumed_elsewhere_is_told_and_hears_no_more(
+    desk: tuple[Bench, ScriptedBatcher], same: bool
+) -> None:
+    """Over the same connection a resume takes the place of what was there, and nobody is superseded."""
+    made, batcher = desk
+    held = asyncio.Event()
+
+    async def gate(played: Any) -> None:
+        if played.steps == 1:
+            await held.wait()
+
+    batcher.gate = gate
+    async with edge(made) as old, edge(made) as other:
+        new = old if same else other
+        opened = await old.open()
+        shown = text([await old.receive(Verdict)])
+        known = PROMPT + tuple(shown)
+        await new.send(
+            SessionResume(session=opened.session, secret="s" * 32, position=len(known), prefix_hash=prefix_hash(known))
+        )
+        again = await new.receive(SessionOpened)
+        played = batcher.sessions[opened.session]
+        verdict = Verdict(session=opened.session, epoch=7, at=played.at, connection=again.connection)
+        await batcher.publish(played, verdict)
+        if not same:
+            refused = await old.receive(Refused, Verdict)
+            assert (refused.error.status, refused.error.code) == (409, "superseded")
+            assert refused.session == opened.session
+            await old.send(block(opened.session))
+            await old.send(SessionClose(session=opened.session))
+        held.set()
+        rest = await new.answer(opened.session)
+        assert all(each.connection == 0 for each in rest)
+        assert shown + text(rest) == b"Hello, world"
+        await old.send(Ping(t_sent=3))
+        frames = [await old.receive()]
+        while not isinstance(frames[-1], Pong):
+            frames.append(await old.receive())
+        assert not [frame for frame in frames if isinstance(frame, Verdict | Refused)]
+    assert batcher.closed == []
+    assert batcher.drafts == []
+
+
 async def test_openings_that_cannot_be_served_are_refused_in_order(desk: tuple[Bench, ScriptedBatcher]) -> None:
     made, _ = desk
     async with edge(made) as device:

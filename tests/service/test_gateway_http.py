@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import random
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from gateway_kit import TOKENIZER, Bench, ScriptedBatcher, bench, ids, soon
 from paceline import subjects
 from paceline.bus import Received
 from paceline.engine_simulated import toy_card
-from paceline.errors import Overloaded
+from paceline.errors import ContextLengthExceeded, Overloaded
 from paceline.wire import (
     DrainReport,
     DrainRequest,
@@ -41,8 +43,12 @@ async def desk(tmp_path: Path) -> AsyncIterator[tuple[Bench, ScriptedBatcher]]:
         yield made, batcher
 
 
-async def raw(desk: Bench, path: str, body: Any, key: str | None = None) -> tuple[int, dict[str, str], bytes]:
+async def raw(
+    desk: Bench, path: str, body: Any, key: str | None = None, encoding: str | None = None
+) -> tuple[int, dict[str, str], bytes]:
     headers = {"Authorization": f"Bearer {key or desk.key}", "Content-Type": "application/json"}
+    if encoding is not None:
+        headers["Content-Encoding"] = encoding
     data = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
     async with aiohttp.ClientSession() as web, web.post(desk.url + path, data=data, headers=headers) as answer:
         return answer.status, dict(answer.headers), await answer.read()
@@ -354,6 +360,51 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(tmp_path
             assert "400000" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("encoding", "body", "code"),
+    [
+        ("gzip", b"this is no gzip", "invalid_encoding"),
+        ("gzip", b"", "invalid_encoding"),
+        ("gzip", gzip.compress(b"{}")[:-4], "invalid_encoding"),
+        ("gzip", gzip.compress(b"{}") + b"more", "invalid_encoding"),
+        ("deflate", b"this is no deflate", "invalid_encoding"),
+        ("deflate", zlib.compress(b"{}")[:-1], "invalid_encoding"),
+        ("br", b"\x0b\x02\x80{}\x03", "unsupported_encoding"),
+        ("zstd", b"\x28\xb5\x2f\xfd", "unsupported_encoding"),
+        ("gzip, gzip", gzip.compress(gzip.compress(b"{}")), "unsupported_encoding"),
+        ("foo", b"{}", "unsupported_encoding"),
+    ],
+)
+async def test_a_damaged_or_unknown_compression_is_a_bad_request(
+    desk: tuple[Bench, ScriptedBatcher], encoding: str, body: bytes, code: str
+) -> None:
+    status, headers, data = await raw(desk[0], "/v1/completions", body, encoding=encoding)
+    assert headers["Content-Type"].startswith("application/json")
+    error = strict(data)["error"]
+    assert (status, error["code"], error["type"]) == (400, code, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"),
+    [
+        ("gzip", gzip.compress),
+        ("X-GZIP", gzip.compress),
+        ("deflate", zlib.compress),
+        ("deflate", lambda data: zlib.compress(data, wbits=-15)),
+        ("identity", bytes),
+    ],
+)
+async def test_compressed_bodies_are_served_within_the_limit(
+    tmp_path: Path, encoding: str, pack: Callable[[bytes], bytes]
+) -> None:
+    async with bench(tmp_path, max_body_bytes=1000) as made:
+        await ScriptedBatcher(made.bus, made.store).start()
+        for size, wanted in ((10, 200), (2000, 413)):
+            body = json.dumps({"model": "toy", "prompt": "x" * size}).encode()
+            status, _, data = await raw(made, "/v1/completions", pack(body), encoding=encoding)
+            assert status == wanted, data
+
+
 async def test_a_body_over_the_limit_names_both_numbers(tmp_path: Path) -> None:
     async with bench(tmp_path, max_body_bytes=1000) as made:
         for body in (b" " * 1001, json.dumps({"model": "toy", "prompt": "x" * 2000}).encode()):
@@ -370,6 +421,19 @@ async def test_the_batchers_refusal_reaches_the_client(desk: tuple[Bench, Script
     status, headers, data = await raw(made, "/v1/chat/completions", {"model": "toy", "messages": HI, "stream": True})
     assert (status, headers["Retry-After"]) == (429, "7")
     assert strict(data)["error"]["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "prompt"), [("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "hi"})]
+)
+async def test_a_refusal_names_the_parameter_that_the_client_used(
+    desk: tuple[Bench, ScriptedBatcher], path: str, prompt: dict[str, Any], stream: bool
+) -> None:
+    made, batcher = desk
+    batcher.refuse = ContextLengthExceeded("9 tokens, 8 fit", param="tokens")
+    status, _, data = await raw(made, path, {"model": "toy", "stream": stream, **prompt})
+    assert (status, strict(data)["error"]["param"]) == (400, *prompt)
 
 
 async def test_when_one_choice_is_refused_the_others_are_closed(desk: tuple[Bench, ScriptedBatcher]) -> None:
@@ -567,14 +631,18 @@ async def test_a_stopping_gateway_lets_streams_end_and_takes_no_more(tmp_path: P
         await asyncio.wait_for(drained, 1)
 
 
-async def test_streams_that_outlast_the_drain_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_answers_that_outlast_the_drain_are_told(tmp_path: Path, stream: bool) -> None:
     async with bench(tmp_path, drain_s=0.5) as made:
         batcher = ScriptedBatcher(made.bus, made.store, gate=lambda played: asyncio.sleep(30))
         await batcher.start()
-        call = asyncio.create_task(raw(made, "/v1/chat/completions", {"model": "toy", "messages": HI, "stream": True}))
+        call = asyncio.create_task(
+            raw(made, "/v1/chat/completions", {"model": "toy", "messages": HI, "stream": stream})
+        )
         await soon(lambda: len(batcher.sessions) == 1)
         await made.gateway.drain()
-        _, _, data = await call
+        status, headers, data = await call
+        assert stream or (status, headers["Retry-After"]) == (503, "1")
         assert b'"code":"stopping"' in data
         assert b"[DONE]" not in data
         for played in batcher.sessions.values():

@@ -14,9 +14,20 @@ from paceline.models import pull
 from paceline.served_card import served_card
 from paceline.service import Service
 from paceline.settings import Settings
+from paceline.store import SessionRecord
 from paceline.store_memory import MemoryStore
 from paceline.tokenizer import Tokenizer
-from paceline.wire import DraftBlock, History, HostedOpen, Sampling, VerifyBatch, VerifyItem, VerifyResult, prefix_hash
+from paceline.wire import (
+    DraftBlock,
+    History,
+    HostedOpen,
+    Sampling,
+    SessionOpen,
+    VerifyBatch,
+    VerifyItem,
+    VerifyResult,
+    prefix_hash,
+)
 from services.drafter.drafter import body as drafter
 from services.verifier.verifier import body as verifier
 
@@ -71,7 +82,7 @@ async def test_plain_and_verified_decoding_agree_on_the_real_model():
 
 async def test_the_real_draft_model_drafts_for_a_session():
     bus = MemoryBus()
-    process = service("d1", bus, cells=1024)
+    process = service("d1", bus, draft_cells=1024)
     prompt = Tokenizer(served_card(process.settings)).chat([{"role": "user", "content": "Name a colour."}])
     came: asyncio.Queue[DraftBlock] = asyncio.Queue()
 
@@ -90,6 +101,13 @@ async def test_the_real_draft_model_drafts_for_a_session():
         prompt_length=len(prompt),
         partition=5,
     )
+    opened = SessionOpen(model="smollm2", fingerprint="f", tokens=tuple(prompt), sampling=GREEDY)
+    await process.sessions.create(
+        SessionRecord(
+            session="h", tenant="t", opened=opened, secret="x", seed=1, prompt_length=len(prompt), max_tokens=64,
+            epoch=1, tokens=tuple(prompt),
+        )
+    )  # fmt: skip
     async with drafter(process):
         await bus.request(subjects.HOSTED_OPEN.at(model="smollm2"), request, timeout_s=5)
         block = await asyncio.wait_for(came.get(), 30)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.coupling import LOGPROB_FLOOR, choose, hashes, logprobs, mix, noise, probability
+from paceline.coupling import LOGPROB_FLOOR, MIN_TEMPERATURE, choose, hashes, logprobs, mix, noise, probability
 from paceline.engine import Rule
 from paceline.errors import EngineError
 from paceline.wire import Sampling
@@ -187,6 +187,18 @@ class TestGreedy:
     def test_ties_go_to_the_smaller_id(self) -> None:
         choice = choose(array(1, 3, 3, 2), greedy(), (), runners=2)
         assert (choice.token, choice.margin, choice.runners) == (1, 0.0, ((2, 0.0), (3, 1.0)))
+
+    @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 9e-7])
+    @pytest.mark.parametrize("fields", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1e-6}])
+    def test_a_tiny_temperature_is_greedy(self, temperature: float, fields: dict[str, float]) -> None:
+        rule = Rule(Sampling(temperature=temperature, **fields), 3, 1)  # type: ignore[arg-type]
+        logits = array(-3e38, 2.0, 17.5, 17.0)
+        assert choose(logits, rule, [1], runners=1) == choose(logits, greedy(**fields), [1], runners=1)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_the_lowest_temperature_with_noise_is_served(self, seed: int) -> None:
+        rule = Rule(Sampling(temperature=MIN_TEMPERATURE), seed, 0)
+        assert choose(array(-3e38, 3e38, 17.0), rule, []).token == 1
 
     def test_margin_without_runners(self) -> None:
         assert choose(array(1, 3, 2.5), greedy(), ()).margin == 0.5

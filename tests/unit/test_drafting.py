@@ -29,6 +29,7 @@ class Script:
         self.released: list[str] = []
         self.fail_next = 0
         self.wrong_at: set[int] = set()
+        self.max_sessions = 1
 
     async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
         self.asked.append(len(path))
@@ -221,6 +222,34 @@ async def test_the_end_does_not_wait_for_a_send_that_hangs():
         rig.verdict(3, 0, finish="cancelled")
         await asyncio.wait_for(rig.task, 1)
     assert rig.loop.finish == "cancelled"
+
+
+class Stuck(Script):
+    """Reads a prompt that never ends."""
+
+    async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
+        self.asked.append(len(path))
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+
+async def test_the_end_does_not_wait_for_a_guess_under_way():
+    rig = Rig(Stuck())
+    async with rig:
+        await rig.until(lambda: rig.engine.asked == [3])
+        rig.verdict(3, 1, finish="cancelled")
+        await asyncio.wait_for(rig.task, 1)
+    assert rig.loop.finish == "cancelled"
+    assert rig.engine.released == ["s"]
+
+
+async def test_a_loop_that_is_replaced_leaves_its_kv_to_the_next():
+    rig = Rig(Stuck())
+    task = asyncio.create_task(rig.loop.run())
+    await rig.until(lambda: rig.engine.asked == [3])
+    rig.loop.stop(keep=True)
+    await asyncio.wait_for(task, 1)
+    assert rig.engine.released == []
 
 
 async def test_missed_tokens_are_repaired_or_reported():

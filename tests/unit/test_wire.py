@@ -143,6 +143,17 @@ def test_any_json_that_is_no_message_is_refused(value: Any) -> None:
         (b'{"type":"open","model":"m","fingerprint":"f","tokens":[1],"sampling":{"temperature":-1}}', "temperature"),
         (b'{"type":"open","model":"m","fingerprint":"f","tokens":[1],"seed":9223372036854775808}', "seed"),
         (b'{"type":"open","model":"m","fingerprint":"f","tokens":[1],"speculation":{"max_draft":65}}', "max_draft"),
+        (b'{"type":"open","model":"m","fingerprint":"f","tokens":[1],"max_tokens":9223372036854775808}', "max_tokens"),
+        (b'{"type":"open","model":"m","fingerprint":"f","tokens":[1],"max_tokens":99999999999999999999}', "max_tokens"),
+        (
+            b'{"type":"open","model":"m","fingerprint":"f","tokens":[1],"sampling":{"top_k":18446744073709551615}}',
+            "top_k",
+        ),
+        (
+            b'{"type":"open","model":"m","fingerprint":"f","tokens":[1],"sampling":{"repetition_penalty":1e-310}}',
+            "penalty",
+        ),
+        (b'{"type":"ping","t_sent":18446744073709551615}', "t_sent"),
     ],
 )
 def test_the_refusal_names_what_was_wrong(text: bytes, named: str) -> None:
@@ -165,6 +176,7 @@ def block(*chains: dict[str, Any]) -> bytes:
         ([{"first": 1, "position": 3, "tokens": [1], "at": 4}], "differs"),
         ([{"first": 2, "position": 3, "tokens": [1], "after": 2}], "not below"),
         ([{"first": 0, "position": 3, "tokens": [1], "at": 3}], "first"),
+        ([{"first": 1 << 63, "position": 3, "tokens": [1], "at": 3}], "first"),
         ([{"first": 1, "position": 3, "tokens": [1] * 65, "at": 3}], "64"),
         ([{"first": 1, "position": 3, "tokens": [1, 2], "at": 3, "conf": "AA=="}], "conf"),
         ([{"first": 1, "position": 3, "tokens": [1], "at": 3}, {"first": 3, "position": 4, "tokens": [1], "after": 1}],
