@@ -14,6 +14,8 @@ from paceline.errors import NoRoom
 
 MIN_SHARED = 16
 """A shorter common prefix is fed again rather than shared."""
+RETAINED = 2048
+"""Cells that released sessions may keep by default, the latest one left out."""
 
 
 class Remove(NamedTuple):
@@ -53,13 +55,16 @@ class Ledger:
 class Ledgers:
     """All ledgers of one engine. cells, sequences: what memory has. grace_s: a live session that was stepped within
     this time is not evicted for another one, so that sessions do not throw each other out in turns. retained: cells
-    that released sessions may keep (None: a quarter), since attention passes over all cells that hold anything."""
+    that released sessions may keep; the one released last may keep up to a quarter of all, so that a long
+    conversation finds its beginning. Attention passes over all cells that hold anything: on one core, SmolLM2's step
+    takes 12 % longer with 5,000 cells retained."""
 
     def __init__(self, cells: int, sequences: int, grace_s: float = 1.0, retained: int | None = None) -> None:
         self.total = cells
         self.sequences = sequences
         self.grace_s = grace_s
-        self._retained = cells // 4 if retained is None else retained
+        self._retained = min(cells // 4, RETAINED) if retained is None else retained
+        self._last = cells // 4 if retained is None else retained
         self._ledgers: dict[str, Ledger] = {}
         self._references = [0] * cells
         self._free = list(range(cells - 1, -1, -1))
@@ -94,16 +99,17 @@ class Ledgers:
             self._cut(ledger, length)
 
     def release(self, session: str) -> None:
-        """Kept for its prefix, within `retained` cells, and the first to be evicted."""
+        """Kept for its prefix, within bounds, and the first to be evicted."""
         ledger = self._ledgers.get(session)
         if ledger:
             ledger.released = True
         idle = sorted((ledger for ledger in self._ledgers.values() if ledger.released), key=lambda one: -one.used_at)
         kept = 0
         for ledger in idle:
-            kept += len(ledger.cells)
-            if kept > self._retained:
+            if kept + len(ledger.cells) > (self._retained if kept else self._last):
                 self.evict(ledger.session)
+            else:
+                kept += len(ledger.cells)
 
     def claim(
         self, session: str, tenant: str, path: Sequence[int], *, keep: int, pinned: Collection[str], now: float

@@ -166,3 +166,12 @@ def test_another_tenant_with_the_same_session_name_gets_nothing() -> None:
 def test_common_prefix(a: list[int], b: list[int]) -> None:
     expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert common_prefix(a, tuple(b)) == expected
+
+
+def test_old_released_sessions_share_a_bound_and_the_last_one_may_be_longer() -> None:
+    ledgers = Ledgers(cells=12_000, sequences=9)
+    expected = {"a": "a", "b": "ab", "c": "c", "d": "c"}
+    for now, (name, length) in enumerate([("a", 1000), ("b", 1000), ("c", 2500), ("d", 3001)]):
+        claim(ledgers, name, [10_000 * now + i for i in range(length)], now)
+        ledgers.release(name)
+        assert "".join(one for one in "abcd" if ledgers.held(one)) == expected[name]
