@@ -25,6 +25,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.5
+CANCEL_AGAIN_S = 0.5
+CANCELS = 6
 WATCH_S = 1.0
 
 
@@ -75,12 +77,18 @@ class Service:
         return {**waiting, "process": "stopping"} if self.stopping.is_set() else waiting
 
     async def stop(self) -> None:
-        """Cancel every task that still runs, and wait for it."""
+        """Cancel every task that still runs, and wait for it. A cancellation that a library swallowed is asked for
+        again; what will not end is left behind, with a log line."""
         self.stopping.set()
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        running = {task for task in self._tasks if task is not asyncio.current_task()}
+        for _ in range(CANCELS):
+            if not running:
+                return
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
+        if running:
+            log.error("tasks that do not end", tasks=sorted(task.get_name() for task in running))
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -205,7 +213,8 @@ async def _first(
                 raise FatalError(f"{what} did not answer for {settings.connect_s:g} s: {error}") from error
             log.warning("waiting", what=what, error=str(error))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), RETRY_S)
+            async with asyncio.timeout(RETRY_S):  # wait_for may swallow a cancellation on Python 3.11
+                await stopping.wait()
     return None
 
 

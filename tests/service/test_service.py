@@ -100,6 +100,25 @@ async def test_leaving_is_bounded(launch: object) -> None:
     assert "not drained in time" in running.child.tail()
 
 
+async def test_a_task_that_swallows_a_cancellation_is_cancelled_again() -> None:
+    service = Service("test", Settings.of(), MemoryBus(), MemoryStore(), MemoryStore())
+    swallowed = asyncio.Event()
+
+    async def stubborn() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            swallowed.set()
+        await asyncio.sleep(60)
+
+    task = service.spawn(stubborn(), "stubborn")
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await service.stop()
+    assert swallowed.is_set()
+    assert task.cancelled()
+
+
 async def test_a_signal_while_starting_is_obeyed(launch: object) -> None:
     running = launch(SLOW_ENTRY)  # type: ignore[operator]
     async with asyncio.timeout(20):
