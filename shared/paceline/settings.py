@@ -99,6 +99,9 @@ class Settings(_Base):
     max_step_tokens: Positive = 256
     """Draft and decode tokens in one verify step, prefill chunk not counted."""
     max_sessions: Positive = 256
+    fill_within_s: Annotated[float, Field(ge=0)] | None = None
+    """A session that waits for drafts is filled after this time at the latest, even where its verifier's time would
+    earn more elsewhere: latency bought with throughput. None: where that costs others no more than it brings."""
 
     lease_ttl_s: Seconds = 3
     presence_ttl_s: Seconds = 2

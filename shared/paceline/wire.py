@@ -83,9 +83,15 @@ class Speculation(Part, frozen=True, kw_only=True):
     depth: Count = 0
     """Draft blocks in flight at most; 0 means as many as the window needs."""
     fill: bool = True
-    """Plain steps while no draft is held."""
+    """Steps while no draft of the main source is held: look-up drafts, the cloud's own, or plain."""
     hosted: bool = False
     """Drafts come from the hosted drafter (clients without a draft model)."""
+    alternatives: bool = True
+    """Runner-ups with a short continuation beside the main chain, held where the target decides."""
+    lookup: bool = True
+    """The cloud may guess from repetitions in the committed tokens while nothing else is held."""
+    assist: bool = True
+    """The cloud's hosted drafter may fill bubbles of a session whose drafts come from the edge."""
 
 
 # --- drafts and verdicts -------------------------------------------------------------------------------------------
@@ -141,6 +147,9 @@ class Counters(Part, frozen=True, kw_only=True):
     verified: int = 0
     accepted: dict[Source, int] = {}
     rejected: int = 0
+    verified_by: dict[Source, int] = {}
+    """`verified` by source, and below `rejected` by the source of the node that did not fit."""
+    rejected_by: dict[Source, int] = {}
     duplicate: int = 0
     stale: int = 0
     overflow: int = 0
@@ -149,6 +158,9 @@ class Counters(Part, frozen=True, kw_only=True):
     """Verify steps that this session was part of, prefill chunks left out."""
     step_tokens: int = 0
     """Tokens fed in those steps."""
+    timed_steps: int = 0
+    """Those of them that read nothing of the prompt, and below the milliseconds that they took, others' share in."""
+    step_ms: float = 0.0
     filled: int = 0
     bonus: int = 0
     corrected: int = 0
@@ -400,6 +412,16 @@ class VerifierRelease(Message, frozen=True, kw_only=True, tag="release"):
     epoch: Count = 0
 
 
+class StepTable(Part, frozen=True, kw_only=True):
+    """Learned step time of one verifier: `ms` of a step that feeds `tokens` (same length, growing) without context, and
+    `context_ms` more for each token of KV that its sessions hold. samples: steps that it was learned from."""
+
+    tokens: tuple[int, ...]
+    ms: tuple[float, ...]
+    context_ms: float = 0.0
+    samples: int = 0
+
+
 class VerifierStatus(Message, frozen=True, kw_only=True, tag="verifier_status"):
     """1 Hz, and at once on a change of state."""
 
@@ -419,6 +441,8 @@ class VerifierStatus(Message, frozen=True, kw_only=True, tag="verifier_status"):
     steps: int
     step_tokens: int
     step_ms: dict[int, float] = {}
+    curve: StepTable | None = None
+    """None before anything was learned."""
     t_sent: float = 0.0
     detail: str = ""
     silent_s: float = 0.0
@@ -462,6 +486,8 @@ class DrafterStatus(Message, frozen=True, kw_only=True, tag="drafter_status"):
     sessions: int
     drafted: int
     state: Literal["loading", "ready", "failed"]
+    draft_ms: float = 0.0
+    """One drafted token, smoothed; 0 before the first."""
     t_sent: float = 0.0
     detail: str = ""
     silent_s: float = 0.0
