@@ -161,12 +161,26 @@ class DraftEngine(Protocol):
         """Sessions that can hold KV at the same time."""
         ...
 
+    @property
+    def max_paths(self) -> int:
+        """Most paths of one session in one pass."""
+        ...
+
     async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
         """The choice at position len(path), by the same rule and noise as the target's.
 
         The engine keeps KV per session and feeds only what differs from its last call for that session, in chunks;
         cancelled, it feeds no further chunk. Raises EngineError when this call failed (the engine lives), NoRoom when
         the path cannot fit.
+        """
+        ...
+
+    async def guesses(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> list[Guess | None]:
+        """The choices after several paths of one session, in one pass: each as `guess` would give it.
+
+        paths[0] is the main one; it is served as by `guess`, with the same errors. The others are branches: one that
+        finds no room, cannot be fed or stands beyond `max_paths` is None. Paths share the KV of what they have in
+        common, so that a branch that becomes the main path later is not fed again.
         """
         ...
 

@@ -34,7 +34,7 @@ class Runner(Protocol):
 @dataclass(frozen=True)
 class Job:
     """One session's share of a step: KV for `path` and `draft`, then `decide`, if any, on the logits of the positions
-    after path, path + draft[:1], ... path + draft."""
+    after path, path + draft[:1], ... path + draft. branch_of: this is a branch of that session (see Ledgers)."""
 
     session: str
     tenant: str
@@ -42,6 +42,7 @@ class Job:
     draft: Sequence[int] = ()
     decide: Decide | None = None
     prompt_length: int = 0
+    branch_of: str = ""
 
 
 @dataclass(frozen=True)
@@ -186,16 +187,16 @@ class BatchEngine:
                 action()
 
     def _plan(self, jobs: Sequence[Job]) -> tuple[list[object], dict[int, _Plan]]:
-        """Outcomes that are known already (no room), and the plans of the others by the index of their job."""
-        outcomes: list[object] = []
+        """Outcomes that are known already (no room), and the plans of the others by the index of their job. Branches
+        get what room the others leave."""
+        outcomes: list[object] = [None] * len(jobs)
         plans: dict[int, _Plan] = {}
         pinned: set[str] = set()
-        for index, job in enumerate(jobs):
-            claimed = self._claim(job, pinned)
-            outcomes.append(claimed)
+        for index in sorted(range(len(jobs)), key=lambda index: jobs[index].branch_of != ""):
+            claimed = outcomes[index] = self._claim(jobs[index], pinned)
             if isinstance(claimed, _Plan):
                 plans[index] = claimed
-                pinned.add(job.session)
+                pinned.add(jobs[index].session)
         return outcomes, plans
 
     def _claim(self, job: Job, pinned: Collection[str]) -> _Plan | Failed:
@@ -205,7 +206,7 @@ class BatchEngine:
         whole = [*job.path, *job.draft]
         try:
             ledger, start = self.ledgers.claim(
-                job.session, job.tenant, whole, keep=keep, pinned=pinned, now=self.clock()
+                job.session, job.tenant, whole, keep=keep, pinned=pinned, now=self.clock(), branch_of=job.branch_of
             )
         except NoRoom as error:
             return Failed(job.session, "no_room", str(error))

@@ -14,7 +14,7 @@ from paceline.engine_ports import BatchedDraft, BatchedTarget
 from paceline.errors import ModelError
 from paceline.forward_pass import Row
 from paceline.kv_ledger import Ledgers
-from paceline.llama_context import LlamaContext, LlamaModel
+from paceline.llama_context import LlamaContext, LlamaModel, most_sequences
 
 T = TypeVar("T")
 
@@ -52,13 +52,14 @@ class _LoadedContext(LlamaContext):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to load, and room for how much. outputs: rows of one pass that may want logits. retained: see Ledgers."""
+    """What to load, and room for how much. sequences: ledgers at a time. outputs: rows of one pass that may want
+    logits. retained: see Ledgers."""
 
     path: Path
     context: int | None
     cells: int
     threads: int
-    sessions: int
+    sequences: int
     outputs: int
     progress: Progress | None
     retained: int | None = None
@@ -70,7 +71,7 @@ class _Plan:
             if not model.rewinds:
                 raise ModelError(f"{self.path}: the state of this model cannot be rewound, which speculation needs")
             memory = _LoadedContext(
-                model, cells=self.cells, sequences=self.sessions, threads=self.threads, outputs=self.outputs
+                model, cells=self.cells, sequences=self.sequences, threads=self.threads, outputs=self.outputs
             )
         except ModelError:
             model.close()
@@ -87,7 +88,7 @@ class _Plan:
             await runner.close()
             raise
         context = min(self.context or trained, trained, self.cells)
-        ledgers = Ledgers(self.cells, self.sessions, retained=self.retained)
+        ledgers = Ledgers(self.cells, self.sequences, retained=self.retained)
         return BatchEngine(name="llama", memory=memory, ledgers=ledgers, runner=runner, context=context, merge=merge)
 
 
@@ -129,5 +130,7 @@ class LlamaDraft(BatchedDraft):
     ) -> Self:
         """As LlamaTarget.load. chunk, share_prefixes: see BatchedDraft; an edge with one user wants to share."""
         retained = None if share_prefixes else 0
-        plan = _Plan(path, context, cells, threads, max_sessions, max_sessions, progress, retained)
-        return cls(await plan.engine(merge=True), chunk=chunk, share_prefixes=share_prefixes)
+        sequences = max(max_sessions, min(max_sessions * cls.max_paths, most_sequences()))
+        plan = _Plan(path, context, cells, threads, sequences, sequences, progress, retained)
+        engine = await plan.engine(merge=True)
+        return cls(engine, sessions=max_sessions, chunk=chunk, share_prefixes=share_prefixes)

@@ -12,17 +12,21 @@ from typing import cast
 
 import numpy as np
 
+from paceline import kv_branches
 from paceline.coupling import Choice, choose, logprobs, needs_tokens, probability
 from paceline.engine import Decided, EngineStatus, Failed, Guess, Outcome, Rule, TargetItem, TokenLogprob
 from paceline.engine_batch import BatchEngine, Job
 from paceline.errors import EngineError, NoRoom
 from paceline.forward_pass import Kept, Logits, LogitsAt
-from paceline.kv_ledger import common_prefix
 
 ALTERNATIVES = 4
 """Runner-ups that a guess names."""
 CATCH_UP = 16
-"""A guess that feeds more tokens is a prefill, and waits for its turn."""
+"""A guess that feeds more tokens is a prefill, and waits for its turn; a branch that lacks more catches up by parts."""
+FED_TWICE = 2
+"""Rows of the main path that its branches may feed again in the same pass; more are fed before, in one of their own."""
+MAX_PATHS = 4
+"""Paths of one session in one pass: a further row of a small draft model costs about a third of the first."""
 
 
 def verify(item: TargetItem, rule: Rule, path: Sequence[int], logits: LogitsAt) -> Kept:
@@ -99,13 +103,19 @@ class BatchedTarget:
 class BatchedDraft:
     """A DraftEngine. Guesses of several sessions that wait at the same time share a pass, with one prefill among them.
 
+    sessions: that are promised KV at the same time (None: one for each sequence); branches use what they leave.
     chunk: most tokens of a prefill in one pass, which is what the others in it wait for.
     share_prefixes: sessions may reuse each other's KV for a common prefix. Only for sessions of one owner: the time
     that a guess takes would tell one tenant what another one asked.
     """
 
-    def __init__(self, engine: BatchEngine, *, chunk: int = 256, share_prefixes: bool = False) -> None:
+    max_paths = MAX_PATHS
+
+    def __init__(
+        self, engine: BatchEngine, *, sessions: int | None = None, chunk: int = 256, share_prefixes: bool = False
+    ) -> None:
         self.engine = engine
+        self._sessions = min(sessions or engine.ledgers.sequences, engine.ledgers.sequences)
         self._chunk = chunk
         self._share_prefixes = share_prefixes
         self._prefill = asyncio.Lock()
@@ -116,37 +126,72 @@ class BatchedDraft:
 
     @property
     def max_sessions(self) -> int:
-        return self.engine.ledgers.sequences
+        return self._sessions
 
     def status(self) -> EngineStatus:
         return self.engine.status()
 
     async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
+        (guess,) = await self.guesses(session, (path,), rule)
+        assert guess is not None
+        return guess
+
+    async def guesses(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> list[Guess | None]:
+        path = paths[0]
         if not 0 < len(path) <= self.context:
             raise NoRoom(f"a path of {len(path)} tokens is outside the draft model's context of {self.context}")
-        held = self._held(session, path)
-        if bad := [i for i in path[held:] if not 0 <= i < self.engine.memory.vocabulary]:
+        held = kv_branches.held(self.engine.ledgers, session, path)
+        if bad := self._bad(path[held:]):
             raise EngineError(f"token ids {bad[:4]} are outside the draft model's vocabulary")
-        owner = "" if self._share_prefixes else session
         while len(path) - held > self._chunk:  # others get their turn between chunks
             held += self._chunk
-            await self._feed(Job(session, owner, path[:held]))
-        decide = partial(self._decide, path, rule)
-        job = Job(session, owner, path, (), decide, rule.prompt_length)
-        outcome = await (self._feed(job) if len(path) - held > CATCH_UP else self._submit(job))
-        assert isinstance(outcome, Guess)
-        return outcome
+            await self._feed(Job(session, self._owner(session), path[:held]))
+        if (len(paths) - 1) * (len(path) - 1 - held) > FED_TWICE:  # branches can share only what is there
+            await self._catch_up(Job(session, self._owner(session), path[:-1]), held)
+            held = len(path) - 1
+        jobs = {0: self._deciding(session, session, path, rule)}
+        if len(paths) == 1:
+            outcomes = await self._catch_up(jobs[0], held)
+        else:
+            jobs |= self._branches(session, paths[: self.max_paths], rule)
+            outcomes = await self._submit(list(jobs.values()))
+        found = dict(zip(jobs, outcomes, strict=True))
+        return [guess if isinstance(guess := found.get(index), Guess) else None for index in range(len(paths))]
 
-    def _held(self, session: str, path: Sequence[int]) -> int:
-        return common_prefix(self.engine.ledgers.held(session), path)
+    def _branches(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> dict[int, Job]:
+        """By index, for each of paths[1:] that can be served: it decides, or catches up where it lacks too much."""
+        jobs = {}
+        slots = kv_branches.slots(self.engine.ledgers, session, paths[0], paths[1:])
+        for index, (path, slot) in enumerate(zip(paths[1:], slots, strict=True), 1):
+            end = min(len(path), slot.held + CATCH_UP)
+            if not 0 < len(path) <= self.context or self._bad(path[slot.held : end]):
+                continue
+            if end < len(path):
+                jobs[index] = Job(slot.key, self._owner(session), path[:end], branch_of=session)
+            else:
+                jobs[index] = self._deciding(slot.key, session, path, rule)
+        return jobs
 
-    async def _feed(self, job: Job) -> object:
+    def _deciding(self, key: str, session: str, path: Sequence[int], rule: Rule) -> Job:
+        decide, branch_of = partial(self._decide, path, rule), session if key != session else ""
+        return Job(key, self._owner(session), path, (), decide, rule.prompt_length, branch_of)
+
+    def _owner(self, session: str) -> str:
+        return "" if self._share_prefixes else session
+
+    def _bad(self, tokens: Sequence[int]) -> list[int]:
+        return [token for token in tokens if not 0 <= token < self.engine.memory.vocabulary]
+
+    async def _catch_up(self, job: Job, held: int) -> list[object]:
+        return await (self._feed(job) if len(job.path) - held > CATCH_UP else self._submit([job]))
+
+    async def _feed(self, job: Job) -> list[object]:
         """A chunk, one session's at a time. Raises NoRoom where the session lost its KV while it waited: fed all at
         once, what is missing now would hold up everybody."""
         async with self._prefill:
-            if len(job.path) - self._held(job.session, job.path) > self._chunk:
+            if len(job.path) - kv_branches.held(self.engine.ledgers, job.session, job.path) > self._chunk:
                 raise NoRoom("the session's KV went to others during its prefill")
-            return await self._submit(job)
+            return await self._submit([job])
 
     def release(self, session: str) -> None:
         self.engine.release(session)
@@ -154,11 +199,12 @@ class BatchedDraft:
     async def close(self) -> None:
         await self.engine.close()
 
-    async def _submit(self, job: Job) -> object:
-        (outcome,) = await self.engine.submit([job])
-        if isinstance(outcome, Failed):
-            raise (NoRoom if outcome.code == "no_room" else EngineError)(outcome.message)
-        return outcome
+    async def _submit(self, jobs: Sequence[Job]) -> list[object]:
+        """Outcomes in order. Raises what the first one says; the others may have failed."""
+        outcomes = await self.engine.submit(jobs)
+        if isinstance(first := outcomes[0], Failed):
+            raise (NoRoom if first.code == "no_room" else EngineError)(first.message)
+        return outcomes
 
     def _decide(self, path: Sequence[int], rule: Rule, logits: LogitsAt) -> Kept:
         values = logits(0)

@@ -170,8 +170,9 @@ class SimulatedDraft(BatchedDraft):
         self.world = world or World()
         self.mode: Mode = mode
         self.acceptance = acceptance
-        ledgers = Ledgers(cells, max_sessions, retained=0)
-        super().__init__(_engine(self.world, timing, ledgers, context, merge=True), chunk=chunk)
+        ledgers = Ledgers(cells, max_sessions * self.max_paths, retained=0)
+        engine = _engine(self.world, timing, ledgers, context, merge=True)
+        super().__init__(engine, sessions=max_sessions, chunk=chunk)
 
     @classmethod
     def of(

@@ -2,6 +2,8 @@
 
 A *ledger* is one session's known token ids, KV for the first `len(cells)` of them, and its sequence number in the
 engine's memory. Cells are counted by reference, because sequences of one tenant may share those of a common prefix.
+A *branch* is a further ledger of a session, for another path of it: it shares whatever it can with the session's other
+ledgers, and goes before anything that a session cannot do without.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import NamedTuple
 from paceline.errors import NoRoom
 
 MIN_SHARED = 16
-"""A shorter common prefix is fed again rather than shared."""
+"""A shorter common prefix of two sessions is fed again rather than shared."""
 RETAINED = 2048
 """Cells that released sessions may keep by default, the latest one left out."""
 
@@ -40,7 +42,7 @@ MemoryOp = Remove | Share
 @dataclass
 class Ledger:
     """tokens: ids as far as known; cells: one for each position that has KV or is about to get it (never more than
-    tokens); fed: positions whose KV is in memory for certain."""
+    tokens); fed: positions whose KV is in memory for certain; branch_of: the session that this is a branch of."""
 
     session: str
     tenant: str
@@ -50,6 +52,12 @@ class Ledger:
     fed: int = 0
     used_at: float = 0.0
     released: bool = False
+    branch_of: str = ""
+
+    @property
+    def family(self) -> str:
+        """The session that this ledger belongs to, as its main one or as a branch."""
+        return self.branch_of or self.session
 
 
 class Ledgers:
@@ -78,7 +86,12 @@ class Ledgers:
     @property
     def live(self) -> int:
         """Sessions that are not released."""
-        return sum(not ledger.released for ledger in self._ledgers.values())
+        return sum(not (ledger.released or ledger.branch_of) for ledger in self._ledgers.values())
+
+    @property
+    def spare(self) -> int:
+        """Sequences that nobody has."""
+        return len(self._spare)
 
     def get(self, session: str) -> Ledger | None:
         return self._ledgers.get(session)
@@ -99,7 +112,9 @@ class Ledgers:
             self._cut(ledger, length)
 
     def release(self, session: str) -> None:
-        """Kept for its prefix, within bounds, and the first to be evicted."""
+        """Kept for its prefix, within bounds, and the first to be evicted; its branches are gone at once."""
+        for branch in [one.session for one in self._ledgers.values() if one.branch_of == session]:
+            self.evict(branch)
         ledger = self._ledgers.get(session)
         if ledger:
             ledger.released = True
@@ -112,22 +127,30 @@ class Ledgers:
                 kept += len(ledger.cells)
 
     def claim(
-        self, session: str, tenant: str, path: Sequence[int], *, keep: int, pinned: Collection[str], now: float
+        self,
+        session: str,
+        tenant: str,
+        path: Sequence[int],
+        *,
+        keep: int,
+        pinned: Collection[str],
+        now: float,
+        branch_of: str = "",
     ) -> tuple[Ledger, int]:
         """Cells for all of `path`. Returns the session's ledger, which now is `path`, and the position from which on
-        it has to be fed: at most `keep`.
+        it has to be fed: at most `keep`. branch_of: `session` names a branch of this session, of the same tenant.
 
         Raises NoRoom; the session then holds what it held, at most `keep` of it with KV. `pinned` sessions are never
-        evicted.
+        evicted, and none that lives is for a branch.
         """
         if len(path) > self.total:
             raise NoRoom(f"{len(path)} tokens can never fit into {self.total} KV cells")
         new = session not in self._ledgers
-        ledger = self._opened(session, tenant, pinned, now)
+        ledger = self._opened(session, tenant, pinned, now, branch_of)
         self._cut(ledger, min(common_prefix(ledger.tokens, path), keep))
         self._share(ledger, path, keep)
         start = len(ledger.cells)
-        if not self._make_room(len(path) - start, {session, *pinned}, now):
+        if not self._make_room(len(path) - start, {session, *pinned}, now, branch_of):
             if new:
                 self.evict(session)
             raise NoRoom(f"{len(path) - start} KV cells are needed, {len(self._free)} are free")
@@ -163,46 +186,49 @@ class Ledgers:
             self.evict(session)
         self._ops = [Remove(sequence, 0) for sequence in range(self.sequences)]
 
-    def _opened(self, session: str, tenant: str, pinned: Collection[str], now: float) -> Ledger:
+    def _opened(self, session: str, tenant: str, pinned: Collection[str], now: float, branch_of: str) -> Ledger:
         ledger = self._ledgers.get(session)
-        if ledger and ledger.tenant == tenant:
+        if ledger and ledger.tenant == tenant and ledger.branch_of == branch_of:
             return ledger
         if ledger:
             self.evict(session)
         while not self._spare:
-            self.evict(self._victim(pinned, now, f"all {len(self._ledgers)} sequences are taken"))
-        ledger = Ledger(session, tenant, self._spare.pop(), used_at=now)
+            self.evict(self._victim(pinned, now, f"all {len(self._ledgers)} sequences are taken", branch_of))
+        ledger = Ledger(session, tenant, self._spare.pop(), used_at=now, branch_of=branch_of)
         self._ledgers[session] = ledger
         return ledger
 
-    def _make_room(self, need: int, pinned: Collection[str], now: float) -> bool:
+    def _make_room(self, need: int, pinned: Collection[str], now: float, branch_of: str) -> bool:
         while len(self._free) < need:
             try:
-                self.evict(self._victim(pinned, now, ""))
+                self.evict(self._victim(pinned, now, "", branch_of))
             except NoRoom:
                 return False
         return True
 
-    def _victim(self, pinned: Collection[str], now: float, why: str) -> str:
-        """Least recently used: released ledgers first, then live ones that have been idle for the grace time."""
-        found = [
-            ledger
-            for ledger in self._ledgers.values()
-            if ledger.session not in pinned and (ledger.released or now - ledger.used_at >= self.grace_s)
-        ]
+    def _victim(self, pinned: Collection[str], now: float, why: str, branch_of: str) -> str:
+        """Least recently used: released ledgers first, then branches, then live ones that have been idle for the
+        grace time. For a branch: a released ledger or an idle branch."""
+
+        def goes(ledger: Ledger) -> bool:
+            branch, idle = ledger.branch_of != "", now - ledger.used_at >= self.grace_s
+            return ledger.released or (branch and idle if branch_of else branch or idle)
+
+        found = [ledger for ledger in self._ledgers.values() if ledger.session not in pinned and goes(ledger)]
         if not found:
             raise NoRoom(why)
-        return min(found, key=lambda ledger: (not ledger.released, ledger.used_at)).session
+        return min(found, key=lambda ledger: (not ledger.released, not ledger.branch_of, ledger.used_at)).session
 
     def _share(self, ledger: Ledger, path: Sequence[int], keep: int) -> None:
         """Take over the cells of the longest prefix that another ledger of the tenant holds."""
-        start, end, donor = len(ledger.cells), len(ledger.cells) + MIN_SHARED - 1, None
+        start, end, donor = len(ledger.cells), len(ledger.cells), None
         if keep <= end:
             return
         for other in self._ledgers.values():
-            if other is not ledger and other.tenant == ledger.tenant and other.fed > end:
+            least = max(end, start + (0 if other.family == ledger.family else MIN_SHARED - 1))
+            if other is not ledger and other.tenant == ledger.tenant and min(other.fed, keep) > least:
                 length = min(common_prefix(other.tokens, path), other.fed, keep)
-                if length > end:
+                if length > least:
                     end, donor = length, other
         if donor is None:
             return

@@ -63,6 +63,11 @@ def quantize(src: Path, dst: Path, kind: QuantType, threads: int = 0) -> None:
         raise ModelError(f"cannot write {src} as {kind}: llama.cpp answered {code} ({_last_error})")
 
 
+def most_sequences() -> int:
+    """Sequences that one context of this build of llama.cpp can have."""
+    return int(api.llama_max_parallel_sequences())
+
+
 class LlamaModel:
     """A GGUF file in memory. `progress` gets the loaded fraction, from the calling thread."""
 
@@ -182,7 +187,7 @@ class LlamaContext:
         params.kv_unified = True
         params.flash_attn_type = 1 if flash else 0
         params.no_perf = True
-        most = int(api.llama_max_parallel_sequences())
+        most = most_sequences()
         if sequences > most:
             raise ModelError(f"{sequences} sessions were asked for, llama.cpp takes {most}")
         self._context = api.llama_init_from_model(model.handle, params)

@@ -12,8 +12,9 @@ from paceline.errors import NoRoom
 from paceline.forward_pass import Row, apply
 from paceline.kv_ledger import MIN_SHARED, Ledgers, Remove, Share, common_prefix
 
-SESSIONS = ["a", "b", "c", "d", "e"]
-TENANT = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "y"}
+SESSIONS = ["a", "b", "c", "d", "e", "a1", "a2", "d1"]
+TENANT = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "y", "a1": "x", "a2": "x", "d1": "y"}
+BRANCH_OF = {"a1": "a", "a2": "a", "d1": "d"}
 
 
 class Room(RuleBasedStateMachine):
@@ -35,13 +36,19 @@ class Room(RuleBasedStateMachine):
         self.now += 1
         path = [*range(20), *[100 + kind] * 60][:length]
         limit = max(0, length - keep)
-        before = self.ledgers.used
+        before, branch_of = self.ledgers.used, BRANCH_OF.get(session, "")
+        alive = [one for one in SESSIONS if (held := self.ledgers.get(one)) and not (held.released or held.branch_of)]
         try:
-            ledger, start = self.ledgers.claim(session, TENANT[session], path, keep=limit, pinned=(), now=self.now)
+            ledger, start = self.ledgers.claim(
+                session, TENANT[session], path, keep=limit, pinned=(), now=self.now, branch_of=branch_of
+            )
         except NoRoom:
-            all_live = self.ledgers.get(session) is None and self.ledgers.live == self.ledgers.sequences
-            assert before or length > self.ledgers.total or all_live
+            all_taken = self.ledgers.get(session) is None and self.ledgers.spare == 0
+            assert before or length > self.ledgers.total or all_taken
             return
+        finally:
+            if branch_of:
+                assert all(self.ledgers.get(one) for one in alive)
         assert start <= limit
         assert ledger.tokens == path
         self.sync()
@@ -60,6 +67,7 @@ class Room(RuleBasedStateMachine):
     @rule(session=st.sampled_from(SESSIONS))
     def release(self, session: str) -> None:
         self.ledgers.release(session)
+        assert not any(self.ledgers.get(one) for one, whose in BRANCH_OF.items() if whose == session)
 
     @rule(session=st.sampled_from(SESSIONS))
     def evict(self, session: str) -> None:
@@ -89,8 +97,10 @@ Room.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadl
 TestRoom = Room.TestCase
 
 
-def claim(ledgers: Ledgers, session: str, path: list[int], now: float = 0.0, tenant: str = "t") -> int:
-    ledger, start = ledgers.claim(session, tenant, path, keep=len(path), pinned=(), now=now)
+def claim(
+    ledgers: Ledgers, session: str, path: list[int], now: float = 0.0, tenant: str = "t", branch_of: str = ""
+) -> int:
+    ledger, start = ledgers.claim(session, tenant, path, keep=len(path), pinned=(), now=now, branch_of=branch_of)
     ledgers.settle(ledger, list(path), len(path))
     return start
 
@@ -153,6 +163,38 @@ def test_a_short_common_prefix_is_not_shared() -> None:
     ledgers = Ledgers(cells=100, sequences=4)
     claim(ledgers, "a", list(range(MIN_SHARED - 1)))
     assert claim(ledgers, "b", list(range(MIN_SHARED - 1))) == 0
+
+
+def test_branches_share_any_common_prefix_of_their_session() -> None:
+    ledgers = Ledgers(cells=100, sequences=4)
+    claim(ledgers, "a", [1, 2, 3])
+    assert claim(ledgers, "a1", [1, 2, 9], branch_of="a") == 2
+    assert claim(ledgers, "a2", [1, 2, 9, 8], branch_of="a") == 3
+    assert claim(ledgers, "b", [1, 2, 9, 8, 7]) == 0
+    assert ledgers.used == 5 + 5
+    assert claim(ledgers, "a", [1, 2, 9, 8, 7]) == 4
+    assert ledgers.live == 2
+    ledgers.release("a")
+    ledgers.evict("a")
+    assert (ledgers.used, ledgers.spare) == (5, 3)
+
+
+def test_branches_go_before_live_sessions_and_take_nothing_from_them() -> None:
+    ledgers = Ledgers(cells=30, sequences=9, grace_s=1, retained=10)
+    for session, start, branch_of in [("a", 0, ""), ("b", 10, ""), ("b1", 20, "b")]:
+        claim(ledgers, session, [start + i for i in range(10)], branch_of=branch_of)
+    with pytest.raises(NoRoom):
+        claim(ledgers, "a1", [40], now=0.5, branch_of="a")
+    assert claim(ledgers, "a1", [40], now=9, branch_of="a") == 0  # b1 was idle
+    assert not ledgers.held("b1")
+    claim(ledgers, "a", list(range(10)), now=9)
+    with pytest.raises(NoRoom):  # b is idle, and lives
+        claim(ledgers, "b1", list(range(50, 60)), now=9, branch_of="b")
+    claim(ledgers, "c", list(range(60, 70)), now=9)  # takes a1's cell, whether that is idle or not
+    assert [bool(ledgers.held(one)) for one in ("a", "a1", "b", "c")] == [True, False, True, True]
+    ledgers.release("b")
+    assert claim(ledgers, "c1", [80], now=9, branch_of="c") == 0
+    assert not ledgers.held("b")
 
 
 def test_another_tenant_with_the_same_session_name_gets_nothing() -> None:
