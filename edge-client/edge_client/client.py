@@ -22,6 +22,7 @@ import aiohttp
 import structlog
 
 from edge_client.api import GatewayApi
+from edge_client.calibrations import PairCalibration
 from edge_client.events import Event
 from edge_client.faults import LinkDown, failure_of
 from edge_client.link import Link, LinkOptions
@@ -56,6 +57,7 @@ class EdgeClient:
         self.card = card
         self.tokenizer = Tokenizer(card)
         self.options = options
+        self.calibration = PairCalibration(card)
         self._engine = engine
         self._link: Link | None = None
         self._up = asyncio.Event()
@@ -89,6 +91,7 @@ class EdgeClient:
                     yield client
                 finally:
                     client.link_lost(Unavailable("the client was closed"))
+                    client.calibration.save(at_once=True)
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
         """Token ids of a conversation in the target's template, open for the assistant's turn."""
@@ -156,6 +159,7 @@ class EdgeClient:
 
     def leave(self, session: str) -> None:
         self._sessions.pop(session, None)
+        self.calibration.save()
 
     # --- Listener, for the link --------------------------------------------------------------------------------------
 

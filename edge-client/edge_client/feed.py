@@ -12,8 +12,11 @@ import structlog
 from edge_client.faults import LinkDown
 from edge_client.stats import Tally
 from paceline import wire
+from paceline.calibration import Calibrated
 from paceline.drafting import DraftEvent, DraftLoop, DraftStats
 from paceline.engine import DraftEngine, Rule
+from paceline.errors import EngineError
+from paceline.pass_costs import PassCosts
 
 _log = structlog.get_logger("paceline.edge.feed")
 
@@ -27,15 +30,32 @@ class DraftFeed:
         tally: Tally,
         send: Callable[[wire.Message], Awaitable[int]],
         on_draft: Callable[[DraftEvent], None] | None,
+        *,
+        calibration: Calibrated | None = None,
+        costs: PassCosts | None = None,
     ) -> None:
         self.bound = False
         """Whether the gateway takes this session's blocks now."""
         self._engine, self._tally, self._send_message, self._on_draft = engine, tally, send, on_draft
+        self._calibration, self._costs = calibration, costs
         self._loop: DraftLoop | None = None
 
     @property
     def stats(self) -> DraftStats | None:
         return None if self._loop is None else self._loop.stats
+
+    async def read_prompt(self, asked: wire.SessionOpen) -> None:
+        """The draft model reads the prompt while the opening is on its way; the session shares what was read. What goes
+        wrong here shows when the session itself drafts."""
+        if self._engine is None or not asked.speculation.enabled:
+            return
+        key, rule = f"prompt {id(self)}", Rule(asked.sampling, asked.seed or 0, len(asked.tokens), asked.choice)
+        try:
+            await self._engine.guess(key, asked.tokens, rule)
+        except EngineError as error:
+            _log.debug("prompt not read ahead", error=str(error))
+        finally:
+            self._engine.release(key)
 
     def begin(self, asked: wire.SessionOpen, opened: wire.SessionOpened) -> Coroutine[object, object, None] | None:
         """What drafts until the session ends; None where nothing is to be drafted here."""
@@ -53,6 +73,8 @@ class DraftFeed:
             limit=opened.prompt_length + opened.max_tokens,
             send=self._send,
             on_draft=self._on_draft,
+            calibration=self._calibration,
+            costs=self._costs,
         )
         return self._run(loop)
 

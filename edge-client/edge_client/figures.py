@@ -47,6 +47,7 @@ def _rows(stats: Stats) -> list[tuple[str, str]]:
         ("bytes", _known((up, "{:.1f} up a drafted token"), (down, "{:.1f} down a committed token"))),
         ("link", _known((stats.link_round_trip_ms, "{:.0f} ms round trip"), (counted(stats.cuts, "cut"), "{}"))),
         ("draft model", _known((stats.draft_ms, "{:.1f} ms a token"))),
+        ("branches", _branches(stats)),
     ]  # fmt: skip
     return [(name, value) for name, value in rows if value]
 
@@ -55,6 +56,12 @@ def _drafts(stats: Stats) -> str:
     """The rate is named by what it is a share of: few of the drafts are verified when they come too late."""
     rate = "" if stats.acceptance is None else f" ({stats.acceptance:.0%} of the verified)"
     return f"{stats.drafted}, verified {stats.verified}, accepted {stats.accepted}{rate}"
+
+
+def _branches(stats: Stats) -> str:
+    if stats.drafting is None or not stats.drafting.branched:
+        return ""
+    return f"{stats.drafting.branched} of the drafts beside the main chain, {stats.drafting.taken} taken"
 
 
 def _known(*parts: tuple[Any, str]) -> str:
@@ -68,7 +75,7 @@ def counted(number: int, thing: str) -> str:
 
 def stats_json(stats: Stats) -> dict[str, Any]:
     """Everything in Stats and what follows from it."""
-    plain: dict[str, Any] = msgspec.to_builtins(stats)
+    plain: dict[str, Any] = msgspec.to_builtins(stats, str_keys=True)
     for name in ("drafted", "verified", "accepted", "acceptance", "by_source", "steps_per_token"):
         plain[name] = getattr(stats, name)
     for name in ("bytes_up_per_drafted_token", "bytes_down_per_committed_token"):

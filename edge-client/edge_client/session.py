@@ -18,6 +18,7 @@ from typing import Protocol
 import structlog
 
 from edge_client.backoff import pause_s
+from edge_client.calibrations import PairCalibration
 from edge_client.events import Committed, Cut, Drafted, Event, Finished, Opened, Reading, Resumed
 from edge_client.faults import LinkDown
 from edge_client.feed import DraftFeed
@@ -45,6 +46,7 @@ class Line(Protocol):
     """What a session needs of the client that carries it."""
 
     options: LinkOptions
+    calibration: PairCalibration
 
     @property
     def is_up(self) -> bool: ...
@@ -75,7 +77,10 @@ class EdgeSession:
         self.tally = Tally(len(request.tokens), time.monotonic())
         self.accepted: wire.SessionOpened | None = None
         self._line = line
-        self._drafts = DraftFeed(engine, self.tally, line.send, self._drafted if drafts else None)
+        pair = line.calibration
+        show = self._drafted if drafts else None
+        learned = pair.learned.for_session()
+        self._drafts = DraftFeed(engine, self.tally, line.send, show, calibration=learned, costs=pair.costs)
         self._bound = self._closing = self._was_cut = False
         self._barren = self._superseded = 0
         self._events: deque[Event] = deque()
@@ -87,6 +92,7 @@ class EdgeSession:
 
     async def __aenter__(self) -> EdgeSession:
         self._spawn(self._live(), "edge-session")
+        self._spawn(self._drafts.read_prompt(self.opening), "edge-prompt")
         return self
 
     async def __aexit__(self, *_: object) -> None:

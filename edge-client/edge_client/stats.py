@@ -16,7 +16,8 @@ from paceline.wire import Counters
 class Stats:
     """ttft_ms from the request to its first token; itl_ms per token after the first. bytes_up: draft frames after
     deflate, WebSocket framing included; bytes_down: verdict frames that commit two tokens or more, which commit
-    tokens_down tokens. counters: the cloud's, once the session has ended. Figures that cannot be told are None."""
+    tokens_down tokens. counters: the cloud's as last told. drafting: what the draft loop says of itself (None: nothing
+    was drafted here). Figures that cannot be told are None."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -40,6 +41,7 @@ class Stats:
     draft_ms: float | None = None
     window: int | None = None
     drafting_failed: bool = False
+    drafting: DraftStats | None = None
 
     @property
     def drafted(self) -> int:
@@ -148,4 +150,5 @@ class Tally:
             draft_ms=None if drafting is None else drafting.draft_ms,
             window=None if drafting is None else drafting.window,
             drafting_failed=self.drafting_failed,
+            drafting=drafting,
         )

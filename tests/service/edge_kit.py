@@ -36,16 +36,23 @@ class ScriptedDraft:
     def __init__(self, script: Sequence[int], *, wrong: Sequence[int] = (), context: int = 10_000) -> None:
         self.script, self.wrong, self._context = tuple(script), frozenset(wrong), context
         self.released: list[str] = []
+        self.asked: dict[str, list[tuple[int, ...]]] = {}
         self.closed = False
         self.broken = False
+
+    max_paths = 4
 
     @property
     def context(self) -> int:
         return self._context
 
+    async def guesses(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> list[Guess | None]:
+        return [await self.guess(session, path, rule) for path in paths]
+
     async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
         if self.broken:
             raise EngineError("told to fail")
+        self.asked.setdefault(session, []).append(tuple(path))
         index = len(path) - rule.prompt_length
         token = self.script[index] if index < len(self.script) else END
         await asyncio.sleep(0.001)

@@ -510,7 +510,9 @@ async def test_drafts_go_up_and_their_credit_comes_back(gateway: ScriptedGateway
     stats = events[-1].stats  # type: ignore[union-attr]
     assert stats.nodes_up >= 8
     assert 0 < stats.bytes_up_per_drafted_token < 40
-    assert engine.released == [told.id]
+    prompt, own = engine.released
+    assert own == told.id
+    assert engine.asked[prompt] == [tuple(ASK.tokens)], "the prompt was read before there was a session"
 
 
 async def test_drafts_after_a_cut_are_a_new_incarnation(gateway: ScriptedGateway) -> None:

@@ -57,7 +57,8 @@ class Rules:
         assert block.incarnation >= self.incarnation
         if block.incarnation > self.incarnation:
             self.incarnation, self.paths = block.incarnation, {}
-        path = state.path.tokens()
+        live = {tuple(state.tree.path(node)) for node in state.tree.live() if state.tree.depth(node) > 0}
+        live |= {tuple(state.committed[:length]) for length in range(len(state.committed) + 1)}
         for chain in block.chains:
             assert len(chain.tokens) <= bounds.chain
             assert 1 <= chain.first <= len(self.paths) + 1, "ids are consecutive"
@@ -70,10 +71,10 @@ class Rules:
                 before = TRUTH[: chain.at]
             for index, token in enumerate(chain.tokens):
                 before = [*before, token]
-                known = self.paths.setdefault(chain.first + index, before)
-                assert known == before, "an id means the same node for ever"
-                assert path[: len(before)] == before, "only live nodes are sent"
-        assert state.path.sent < bounds.held
+                identity = chain.first + index
+                assert identity in self.paths or tuple(before) in live, "only live nodes get an id"
+                assert self.paths.setdefault(identity, before) == before, "an id means the same node for ever"
+        assert sum(1 for node in state.tree.live() if node.id) < bounds.held
 
 
 @dataclass
@@ -105,14 +106,24 @@ class World:
 
     # --- the source ---
 
-    def draft(self, right: bool, confidence: float) -> None:
-        if not self.state.may_draft():
+    def draft(self, rank: int, confidence: float) -> None:
+        """One pass. rank: 0, the choice after a right path is right; k, its k-th runner-up is; -1, none is."""
+        drafted = self.state.next_pass(self.now, 4)
+        if drafted is None:
             return
-        path = self.state.path.tokens()
-        assert len(path) < LENGTH - 1
-        token = TRUTH[len(path)] if right else (TRUTH[len(path)] + 1) % 90
-        assert self.state.extend(Guess(token, confidence), self.state.path.generation, self.now)
+        assert len(drafted.paths) <= 4
+        assert all(len(path) < LENGTH - 1 for path in drafted.paths)
+        guesses = [self.guess(path, rank, confidence) for path in drafted.paths]
+        self.state.take_pass(drafted, guesses, 0.01, self.now)
         self.emit()
+
+    def guess(self, path: list[int], rank: int, confidence: float) -> Guess:
+        truth = TRUTH[len(path)]
+        names = [(truth + 1 + i) % 90 for i in range(4)]
+        if rank >= 0:
+            names[rank] = truth
+        gap = 0.3 if confidence < 0.9 else 4.0
+        return Guess(names[0], confidence, tuple((name, gap + i) for i, name in enumerate(names[1:])))
 
     def emit(self) -> None:
         for block in self.state.due(self.now):
@@ -220,7 +231,7 @@ class World:
         committed = self.state.committed
         assert committed == TRUTH[: len(committed)]
         assert self.state.failure is None
-        assert self.state.path.ahead >= 0 or self.state.behind
+        assert self.state.tree.size == len(list(self.state.tree.live())) - len(self.state.tree.trunk)
 
     def settle(self) -> None:
         """No more losses: after some time the batcher has all that the source has, and nothing else is on its way."""
@@ -234,22 +245,22 @@ class World:
         self.deliver_down()
         self.check()
         assert not self.state.behind
-        assert self.state.path.root == self.session.tip
+        tree = self.state.tree
+        assert tree.root == self.session.tip
         if self.session.finish is None:
-            nodes = [node.token for node in self.state.path.nodes]
-            sent = self.state.path.sent
-            assert sent or not nodes or self.speculation.depth, "the batcher is not left without what there is"
-            assert self.held_chain(sent) == nodes[:sent]
+            sent = [node for node in tree.live() if node.id]
+            assert sent or not tree.ahead() or self.speculation.depth, "the batcher is not left without what there is"
+            for node in sent:
+                assert self.holds(tree.path(node)[tree.root :])
+            assert self.speculation.alternatives or not any(tree.branches())
 
-    def held_chain(self, count: int) -> list[int]:
-        """The batcher's nodes along our path."""
-        chain, node = [], self.session.trie.root
-        for mine in self.state.path.nodes[:count]:
-            if mine.token not in node.children:
-                break
-            node = node.children[mine.token]
-            chain.append(node.token)
-        return chain
+    def holds(self, path: list[int]) -> bool:
+        node = self.session.trie.root
+        for token in path:
+            if token not in node.children:
+                return False
+            node = node.children[token]
+        return True
 
 
 def replace_connection(block: DraftBlock, connection: int) -> DraftBlock:
@@ -258,8 +269,9 @@ def replace_connection(block: DraftBlock, connection: int) -> DraftBlock:
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("draft"), st.booleans(), st.sampled_from([0.1, 0.6, 0.95])),
-    st.tuples(st.just("draft"), st.just(True), st.just(0.95)),
+    st.tuples(st.just("draft"), st.integers(-1, 3), st.sampled_from([0.1, 0.6, 0.95])),
+    st.tuples(st.just("draft"), st.just(0), st.just(0.95)),
+    st.tuples(st.just("draft"), st.integers(1, 2), st.just(0.2)),
     st.tuples(st.just("tick"), st.sampled_from([0.003, 0.03, 0.2, 2.0])),
     st.tuples(st.just("deliver_up"), st.integers(1, 2)),
     st.tuples(st.just("deliver_up"), st.just(1)),
@@ -271,8 +283,16 @@ ACTIONS = st.one_of(
     st.tuples(st.just("new_owner"), st.integers(0, 6)),
     st.tuples(st.just("reconnect")),
 )
-SPECULATIONS = st.builds(Speculation, max_draft=st.integers(1, 8), depth=st.sampled_from([0, 0, 0, 1, 3]))
-BOUNDS = st.builds(Bounds, held=st.sampled_from([5, 24, 256]), chain=st.sampled_from([3, 64]))
+SPECULATIONS = st.builds(
+    Speculation,
+    max_draft=st.integers(1, 8),
+    depth=st.sampled_from([0, 0, 0, 1, 3]),
+    fill=st.booleans(),
+    alternatives=st.sampled_from([True, True, False]),
+)
+BOUNDS = st.builds(
+    Bounds, held=st.sampled_from([5, 24, 256]), chain=st.sampled_from([3, 64]), chains=st.sampled_from([2, 16])
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -291,7 +311,7 @@ def test_a_session_runs_to_its_end_on_a_lossy_link(speculation, losses):
     world = World(speculation, Bounds())
     for turn in range(1, 2000):
         lost = losses[turn % len(losses)] and turn % 3 == 0
-        world.draft(right=turn % 5 != 0, confidence=0.9)
+        world.draft(rank=0 if turn % 5 else 1, confidence=0.6)
         world.lose_up() if lost else world.deliver_up()
         if turn % 3 == 0:
             world.step(speculation.max_draft)

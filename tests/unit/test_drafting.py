@@ -13,6 +13,7 @@ from paceline.control import Pace
 from paceline.drafting import DraftEvent, DraftLoop
 from paceline.engine import Guess, Rule
 from paceline.errors import BusError, EngineError
+from paceline.pass_costs import PassCosts
 from paceline.wire import Bounds, DraftBlock, Sampling, Source, Speculation, Timing, Verdict
 
 PROMPT = (1, 2, 3)
@@ -21,7 +22,9 @@ END = 190
 
 
 class Script:
-    """Says what the target will say; `fail_next` calls fail first. `asked` are the lengths of the paths."""
+    """Says what the target will say; `fail_next` calls fail first. `asked` are the lengths of the main paths."""
+
+    max_paths = 4
 
     def __init__(self, context: int = 1000) -> None:
         self.context = context
@@ -39,6 +42,9 @@ class Script:
             raise EngineError("the step failed")
         wrong = 7 if len(path) in self.wrong_at else 0
         return Guess(TRUTH[len(path)] + wrong, 0.9)
+
+    async def guesses(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> list[Guess | None]:
+        return [await self.guess(session, paths[0], rule), *([None] * (len(paths) - 1))]
 
     def release(self, session: str) -> None:
         self.released.append(session)
@@ -149,6 +155,72 @@ async def test_verdict_along_the_path_keeps_the_drafts_and_another_one_re_roots(
         await rig.quiet()
         assert rig.blocks[before].chains[0].at == 8
         assert rig.loop.committed == list(TRUTH[:8])
+
+
+class Doubtful(Script):
+    """Wrong at `wrong_at`, where its first runner-up is right; a third of its choices are worth nothing. Serves
+    `paths` paths in a pass and notes how many it was asked for."""
+
+    def __init__(self, paths: int = 4) -> None:
+        super().__init__()
+        self.paths = paths
+        self.rows: list[int] = []
+
+    async def guesses(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> list[Guess | None]:
+        self.rows.append(len(paths))
+        self.asked.append(len(paths[0]))
+        await asyncio.sleep(0)
+        served = [self.answer(len(path)) for path in paths[: self.paths]]
+        return [*served, *([None] * (len(paths) - len(served)))]
+
+    def answer(self, length: int) -> Guess:
+        right, other = TRUTH[length], TRUTH[length] + 300
+        if length in self.wrong_at:
+            return Guess(other, 0.3, ((right, 0.05), (other + 1, 2.0)))
+        return Guess(right, 0.95, ((other, 4.0), (other + 1, 5.0)))
+
+
+async def test_a_runner_up_is_held_and_taken_without_drafting_it_again():
+    engine = Doubtful()
+    engine.wrong_at = {5}
+    async with Rig(engine) as rig:
+        await rig.quiet()
+        chains = [chain for block in rig.blocks for chain in block.chains]
+        branch = next(chain for chain in chains if chain.tokens[0] == TRUTH[5])
+        assert (branch.position, branch.after) == (5, 2)
+        assert branch.tokens == TRUTH[5 : 5 + len(branch.tokens)]
+        assert len(branch.tokens) >= 2
+        passes, shown = len(engine.rows), len(rig.events)
+        rig.verdict(3, 3)
+        assert (rig.loop.stats.taken, rig.loop.stats.branches) == (1, len(rig.loop.state.tree.ahead()) + 1)
+        events = rig.events[shown:]
+        assert events[0] == DraftEvent("forgotten", 6)
+        assert [(event.position, event.token) for event in events[1:3]] == [(6, TRUTH[6]), (7, TRUTH[7])]
+        held = len(rig.loop.state.tree.tokens())
+        assert held > 6
+        await rig.quiet()
+        assert engine.asked[passes] == held
+
+
+async def test_without_alternatives_one_path_is_asked_for():
+    engine = Doubtful()
+    engine.wrong_at = {5}
+    async with Rig(engine, speculation=Speculation(alternatives=False)) as rig:
+        await rig.quiet()
+        assert set(engine.rows) == {1}
+        assert rig.loop.stats.branched == 0
+
+
+async def test_an_engine_without_room_for_branches_is_left_alone_with_them():
+    engine = Doubtful(paths=1)
+    engine.wrong_at = {5}
+    async with Rig(engine) as rig:
+        await rig.quiet()
+        assert sum(rows > 1 for rows in engine.rows) == 1
+        assert rig.loop.stats.branches == 0
+        rig.verdict(3, 3)
+        await rig.quiet()
+        assert rig.loop.state.tree.tokens()[: 3 + 4] == list(TRUTH[:7])
 
 
 async def test_beyond_the_draft_models_context_it_goes_on_without_drafts():
@@ -350,6 +422,51 @@ def test_window_follows_round_trip_verify_and_draft_time():
     pace.window_cap = 0
     assert pace.window == 0
     assert Pace(Speculation(max_draft=4, depth=2), Bounds()).window == 8
+
+
+def test_a_jittery_link_widens_the_window():
+    pace = Pace(Speculation(), Bounds())
+    for index in range(40):
+        sample = 0.100 if index % 4 else 0.300
+        pace.on_timing(Timing(t_sent=1000, wait_ms=0, step_ms=0), now=1.0 + sample)
+    assert pace.round_trip_s is not None
+    assert 0.100 <= pace.round_trip_s < pace.round_trip
+    steady = Pace(Speculation(), Bounds())
+    for _ in range(40):
+        steady.on_timing(Timing(t_sent=1000, wait_ms=0, step_ms=0), now=1.100)
+    assert steady.round_trip == pytest.approx(0.100)
+
+
+def filled(at: int, kinds: str = "f") -> Verdict:
+    return Verdict(session="s", epoch=1, at=at, tokens=TRUTH[at : at + len(kinds)], kinds=kinds)
+
+
+def test_the_lead_of_a_filling_cloud_and_the_gain_on_it():
+    pace = Pace(Speculation(), Bounds())
+    assert (pace.lead(1.0), pace.gain) == (None, 1.0)
+    pace.on_timing(Timing(t_sent=1000, wait_ms=0, step_ms=0), now=1.100)
+    pace.on_drafted(0.010)
+    pace.on_verdict(filled(3), 2.00)
+    pace.on_verdict(filled(4, "ff"), 2.08)
+    assert pace.fill_s == pytest.approx(0.040)
+    assert pace.lead(2.08) == pytest.approx(2.5)
+    assert pace.lead(2.10) == pytest.approx(3.0)
+    assert pace.lead(9.00) == pytest.approx(4.5), "a cloud that was silent for longer does not fill"
+    assert pace.gain == pytest.approx(0.75)
+    pace.on_verdict(filled(6, "eb"), 2.09)
+    assert pace.fill_s == pytest.approx(0.040), "tokens of ours say nothing about filling"
+    assert pace.token_s == pytest.approx(0.040 - 0.2 * 0.035)
+    unfilled = Pace(Speculation(fill=False), Bounds())
+    unfilled.on_verdict(filled(3), 2.00)
+    unfilled.on_verdict(filled(4), 2.04)
+    assert unfilled.lead(2.04) is None
+
+
+def test_sessions_of_one_engine_share_what_its_passes_cost():
+    costs = PassCosts()
+    Pace(Speculation(), Bounds(), costs=costs).on_drafted(0.030)
+    assert Pace(Speculation(), Bounds(), costs=costs).draft_s == pytest.approx(0.030)
+    assert Pace(Speculation(), Bounds()).draft_s is None
 
 
 def test_patience_doubles_and_is_bounded():

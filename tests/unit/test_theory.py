@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from draft_kit import Machine, measured
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,9 +78,9 @@ def test_synchronous_blocks_in_simulated_time(a: float, g: int, round_trip: floa
 
 def test_a_deep_window_in_simulated_time() -> None:
     """The product's own draft state and session, in virtual time: within 15 % of the closed form."""
-    from test_draft_timing import ACCEPTANCE, DRAFT_S, FIRST_S, FURTHER_S, measured
-
+    machine = Machine(acceptance=0.8)
     for round_trip in (0.06, 0.1, 0.2):
-        ms, _, _ = measured(round_trip, fill=False)
-        predicted = theory.deep(ACCEPTANCE, DRAFT_S, round_trip, FIRST_S + 3 * FURTHER_S)
-        assert ms / 1000 == pytest.approx(predicted, rel=0.15)
+        deep = measured(round_trip, machine=machine, fill=False, alternatives=False, lookup=False, assist=False)
+        step_ms = machine.times.at(1 / deep.steps)
+        predicted = theory.deep(0.8, 1000 * machine.draft_s, 1000 * round_trip, step_ms)
+        assert deep.ms == pytest.approx(predicted, rel=0.15)
