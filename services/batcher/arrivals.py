@@ -15,6 +15,7 @@ from paceline.session import Session
 from paceline.store import SessionRecord
 from paceline.subjects import partition_of
 from paceline.tokenizer import Tokenizer
+from paceline.trust import Trust
 from services.batcher.commit import Committer
 from services.batcher.leases import Leases
 from services.batcher.live import Live, Table
@@ -29,6 +30,7 @@ class House(Protocol):
     table: Table
     leases: Leases
     committer: Committer
+    trust: Trust
 
     def enter(self, live: Live) -> None: ...
 
@@ -54,7 +56,7 @@ class Arrivals:
         session = Session(record, ends, vocabulary=self._card.vocabulary)
         session.parked = not present
         traced = {name: value for name, value in headers.items() if name == "traceparent"}
-        live = Live(session, partition, presence, traced)
+        live = Live(session, partition, presence, traced, house.trust.for_session())
         if record.verifier is not None:  # it may hold the KV still; if not, it says so
             live.verifier, live.fed = record.verifier, record.tip
         house.enter(live)

@@ -16,9 +16,11 @@ from paceline import subjects, wire
 from paceline.bus import Received
 from paceline.errors import BusError
 from paceline.model_card import ModelCard
+from paceline.price import Price
 from paceline.served_card import served_card
 from paceline.service import Service
 from paceline.session import Commit
+from paceline.trust import Trust
 from services.batcher.arrivals import Arrivals
 from services.batcher.commit import Committer
 from services.batcher.directory import Directory
@@ -54,13 +56,14 @@ class Batcher:
         self._service = service
         self._model = service.settings.model
         self.table = Table()
-        self.directory = Directory(card.fingerprint)
+        self.trust = Trust()
+        self.directory = Directory(card.fingerprint, service.settings.fill_within_s)
         self.overhead = Overhead(service.metrics)
         self.landing = Landing(self, service.metrics, self.overhead, time.monotonic)
         self.dispatcher = Dispatcher(service, self.table, self.directory, self.landing)
         self.placement = Placement(service, self.table, self.directory)
         self.committer = Committer(service.sessions, service.bus, self._model, self)
-        self.hosted = HostedDrafts(service, self.table)
+        self.hosted = HostedDrafts(service, self.table, self.directory)
         self.reporting = Reporting(service.instance, self._model, service.metrics, self, time.time)
         self.arrivals = Arrivals(service, self, card)
         self.reception = Reception(service, self, card)
@@ -88,6 +91,7 @@ class Batcher:
         for subject, handler in (
             (subjects.VERIFIER_STATUS, self._on_verifier),
             (subjects.POLICY, self._on_policy),
+            (subjects.DRAFTER_STATUS, self._on_drafter),
         ):
             await bus.subscribe(subject.at(model=model), handler, *subject.carries)
         placements = subjects.PLACEMENTS
@@ -121,6 +125,10 @@ class Batcher:
         if served != self.directory.serves(status.verifier, now):
             self.placement.settle(now)
             self.dispatcher.kick()
+
+    async def _on_drafter(self, received: Received) -> None:
+        assert isinstance(received.message, wire.DrafterStatus)
+        self.directory.hear_drafter(received.message, time.monotonic())
 
     async def _on_policy(self, received: Received) -> None:
         assert isinstance(received.message, wire.PolicyDecision)
@@ -201,9 +209,11 @@ class Batcher:
 
     def commit(self, live: Live, commit: Commit, timing: wire.Timing | None, *, under_way: bool = False) -> None:
         """`under_way`: a step of the session still runs at the verifier, which lets its KV go when that is over."""
+        now = time.monotonic()
         live.committed_now(commit, timing)
+        live.assist.pace.committed(len(commit.tokens), now)
         self.committer.put(live)
-        self.hosted.committed(live, time.monotonic())
+        self.hosted.committed(live, now)
         if commit.finish is not None:
             self.hosted.stop(live)
             if not under_way and live.verifier is not None:
@@ -258,6 +268,9 @@ class Batcher:
     @property
     def window_cap(self) -> int | None:
         return self.directory.window_cap
+
+    def price(self, live: Live) -> Price | None:
+        return self.dispatcher.price(live.verifier)
 
     @property
     def partition_count(self) -> int:

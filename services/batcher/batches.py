@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from paceline.batch_choice import Share
 from paceline.wire import History, VerifyItem, VerifyOutcome, prefix_hash
 from services.batcher.live import Live, Ticket
-from services.batcher.schedule import Share
 
 
-def ticket_of(live: Live, share: Share) -> Ticket:
-    """Take a seat: the plan is in flight from here on."""
-    plan = live.session.plan(share.draft) if share.decides else None
+def ticket_of(live: Live, share: Share, now: float) -> Ticket:
+    """Take a seat: the plan is in flight from here on. Drafts that the step has no use for get one node in, now and
+    then, for what that teaches."""
+    plan = None
+    if share.decides:
+        draft = share.draft or int(live.forecast.probes(live.seat.chain, now))
+        tokens, evidence = live.seat.proposal
+        chain = live.seat.chain or live.session.guess(tokens[:draft], evidence)
+        plan = live.session.plan(draft, chain)
     assert live.verifier is not None, "only placed sessions are candidates"
     ticket = Ticket(live, live.verifier, plan, share.history, live.echo)
     live.ticket, live.echo = ticket, None

@@ -17,6 +17,7 @@ import structlog
 from paceline import subjects
 from paceline.bus import Bus
 from paceline.errors import BusError, PacelineError, StoreError
+from paceline.price import Price
 from paceline.session import Commit
 from paceline.store import Append, Appended, Rejected, SessionStore
 from paceline.wire import Verdict
@@ -46,6 +47,9 @@ class Owner(Protocol):
 
     @property
     def window_cap(self) -> int | None: ...
+
+    def price(self, live: Live) -> Price | None:
+        """Of the time of its verifier."""
 
 
 class Committer:
@@ -135,7 +139,7 @@ class Committer:
         """Stored: show it. Only then does `durable` move, so that no empty verdict runs ahead of this one."""
         live.pending.popleft()
         live.error = pending.commit.error or live.error
-        verdict = live.verdict(pending, self._owner.window_cap, self.clock())
+        verdict = self._verdict(live, pending)
         await self.publish(verdict)
         live.durable = pending.commit.at + len(pending.commit.tokens)
         if pending.commit.finish is not None:
@@ -148,7 +152,7 @@ class Committer:
         live.adopted()
         commit = Commit(pending.commit.at, answer.tail, answer.kinds, answer.finish)  # type: ignore[arg-type]
         shown = Pending(commit, live.session.counters)
-        verdict = live.verdict(shown, self._owner.window_cap, self.clock())
+        verdict = self._verdict(live, shown)
         await self.publish(verdict)
         self._owner.rewritten(live)
         if answer.finish is not None:
@@ -170,13 +174,16 @@ class Committer:
         live.pending.clear()
         commit = replace(live.session.fail(HISTORY_LOST), at=live.durable)
         live.error = commit.error
-        verdict = live.verdict(Pending(commit, live.session.counters), self._owner.window_cap, self.clock())
+        verdict = self._verdict(live, Pending(commit, live.session.counters))
         await self.publish(verdict)
         self._owner.finished(live, verdict)
 
     async def announce(self, live: Live) -> None:
         """An empty verdict at the confirmed tip: what was seen, who must send again, the finish if there is one."""
-        await self.publish(live.verdict(None, self._owner.window_cap, self.clock()))
+        await self.publish(self._verdict(live, None))
+
+    def _verdict(self, live: Live, pending: Pending | None) -> Verdict:
+        return live.verdict(pending, self._owner.window_cap, self.clock(), self._owner.price(live))
 
     async def publish(self, verdict: Verdict) -> None:
         """A verdict that the bus loses is repaired from the store by who follows the session."""

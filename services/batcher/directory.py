@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.wire import PolicyDecision, VerifierStatus
+from paceline.step_curve import StepTimes
+from paceline.wire import DrafterStatus, PolicyDecision, VerifierStatus
 
 FRESH_S = 3.0
 """A verifier whose last status is older than this counts as away."""
@@ -17,14 +18,30 @@ SETTLE_S = 3.0
 class Known:
     status: VerifierStatus
     heard: float
+    times: StepTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What holds for all sessions of one verifier at this moment. times: of its steps, None before it told any.
+    fill_within_s: a starved session is filled after this time, whatever it costs others; None: when it earns that."""
+
+    times: StepTimes | None = None
+    fill: bool = True
+    window_cap: int | None = None
+    fill_within_s: float | None = None
+    price: float = 0.0
+    """Of a token at the verifier; 0 before there was one."""
 
 
 class Directory:
     """Statuses of one model's verifiers, and the policy's word."""
 
-    def __init__(self, fingerprint: str) -> None:
+    def __init__(self, fingerprint: str, fill_within_s: float | None = None) -> None:
         self._fingerprint = fingerprint
+        self._fill_within_s = fill_within_s
         self._known: dict[str, Known] = {}
+        self._drafters: dict[str, tuple[DrafterStatus, float]] = {}
         self._settling_until = 0.0
         self.policy: PolicyDecision | None = None
 
@@ -40,10 +57,25 @@ class Directory:
         """Take in a status. True when this verifier was started anew since the last: what it held or was doing is
         lost."""
         before = self._known.get(status.verifier)
-        self._known[status.verifier] = Known(status, now)
+        same = before is not None and before.status.curve == status.curve
+        times = before.times if before is not None and same else StepTimes.of(status.curve)
+        self._known[status.verifier] = Known(status, now, times)
         return before is not None and (
             status.steps < before.status.steps or (status.state == "loading" and before.status.state != "loading")
         )
+
+    def hear_drafter(self, status: DrafterStatus, now: float) -> None:
+        self._drafters[status.drafter] = (status, now)
+        self._drafters = {name: known for name, known in self._drafters.items() if now - known[1] <= FRESH_S}
+
+    def draft_s(self, now: float) -> float | None:
+        """Time of a hosted draft token; None where no drafter is ready that knows."""
+        known = [
+            status.draft_ms / 1000
+            for status, heard in self._drafters.values()
+            if now - heard <= FRESH_S and status.state == "ready" and status.draft_ms > 0
+        ]
+        return min(known, default=None)
 
     def obey(self, decision: PolicyDecision) -> None:
         """The last decision counts; a restarted policy counts its versions anew."""
@@ -66,6 +98,11 @@ class Directory:
     def heard(self, name: str) -> float | None:
         known = self._known.get(name)
         return known.heard if known is not None else None
+
+    def terms(self, name: str, price: float = 0.0) -> Terms:
+        known = self._known.get(name)
+        times = known.times if known is not None else None
+        return Terms(times, self.fill, self.window_cap, self._fill_within_s, price)
 
     def serves(self, name: str, now: float) -> bool:
         """May sessions that sit there go on? A draining verifier serves those until they are moved."""

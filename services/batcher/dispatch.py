@@ -1,4 +1,5 @@
-"""Verify steps: one batch under way for each verifier, built when the verifier is free and somebody may run.
+"""Verify steps: a batch is built when a verifier is free and somebody may run, and a bus hop before it gets free when
+those who wait are more than those whose step runs (less would split what goes into one step for good).
 
 A batch counts as lost when nobody listens, the bus came back, the verifier was started anew, shows no sign of life
 for directory.FRESH_S, or does not answer in time. Its sessions then plan again, elsewhere if the verifier is away;
@@ -17,61 +18,26 @@ from itertools import count
 import structlog
 
 from paceline import subjects, telemetry
+from paceline.batch_choice import Chosen, Want, choose
 from paceline.errors import BusError, NoResponders, RequestError, RequestTimeout
+from paceline.price import Price
 from paceline.service import Service
 from paceline.wire import Probe, VerifyBatch, VerifyResult
 from services.batcher import batches
 from services.batcher.directory import FRESH_S, Directory
 from services.batcher.landing import Landing
-from services.batcher.live import Live, Table, Ticket
-from services.batcher.readiness import candidate
-from services.batcher.schedule import Chosen, choose
+from services.batcher.lane import Flight, Lane
+from services.batcher.live import Live, Table
+from services.batcher.readiness import want
 
 log = structlog.get_logger("batcher")
 
-FIRST_TIMEOUT_S = 60.0
-"""Before anything was measured: the first step of a large model on a small machine."""
-SHORTEST_TIMEOUT_S = 5.0
-LONGEST_TIMEOUT_S = 300.0
-STEPS_TO_WAIT = 20
 PROBE_AFTER_S = 0.3
 PROBE_EVERY_S = 0.5
 PROBE_TIMEOUT_S = 1.0
 PAUSE_S = 0.2
 """Before a verifier that lost a batch gets the next one."""
 BATCH_ITEMS = 256
-
-
-@dataclass(eq=False)
-class Flight:
-    """A batch under way. `sent` is monotonic."""
-
-    batch: str
-    tickets: list[Ticket]
-    sent: float
-    task: asyncio.Task[None] | None = None
-
-
-@dataclass(eq=False)
-class Lane:
-    """One verifier as seen from here. `alive`: when it last gave a sign of life (monotonic)."""
-
-    name: str
-    flight: Flight | None = None
-    pause_until: float = 0.0
-    alive: float = 0.0
-    probed: float = 0.0
-    slowest_s: float | None = None
-    patience: int = 1
-    """Doubles with each timeout in a row: a step slower than expected must be able to arrive."""
-
-    def timeout_s(self) -> float:
-        base = FIRST_TIMEOUT_S if self.slowest_s is None else max(SHORTEST_TIMEOUT_S, STEPS_TO_WAIT * self.slowest_s)
-        return min(LONGEST_TIMEOUT_S, base * self.patience)
-
-    def measured(self, step_s: float) -> None:
-        self.slowest_s = max(step_s, 0.99 * (self.slowest_s or 0.0))
-        self.patience = 1
 
 
 @dataclass
@@ -101,6 +67,7 @@ class Dispatcher:
         self._landing = landing
         self._lanes: dict[str, Lane] = {}
         self._kicked = False
+        self._alarm: asyncio.TimerHandle | None = None
         self._steps = count(1)
         self._prefix = f"{service.instance}-{secrets.token_hex(3)}"
         self.waiting = Waiting()
@@ -114,7 +81,12 @@ class Dispatcher:
 
     def idle(self, verifier: str | None) -> bool:
         lane = self._lanes.get(verifier or "")
-        return lane is None or lane.flight is None
+        return lane is None or not lane.flights
+
+    def price(self, verifier: str | None) -> Price | None:
+        """Of the time of a verifier; None before its first step."""
+        lane = self._lanes.get(verifier or "")
+        return lane.price if lane is not None else None
 
     def bus_back(self) -> None:
         """Everything that was under way may be lost."""
@@ -135,7 +107,7 @@ class Dispatcher:
     async def settled(self, lives: Sequence[Live]) -> None:
         """Wait until no step of these sessions is under way."""
         tickets = {live.ticket for live in lives if live.ticket is not None}
-        flights = [lane.flight for lane in self._lanes.values() if lane.flight is not None]
+        flights = [flight for lane in self._lanes.values() for flight in lane.flights]
         tasks = [flight.task for flight in flights if flight.task and not tickets.isdisjoint(flight.tickets)]
         if tasks:
             await asyncio.wait(tasks)
@@ -145,6 +117,8 @@ class Dispatcher:
     def _look(self) -> None:
         """A fault in here would stop all work without a word: it ends the process, as a task's does."""
         self._kicked = False
+        if self._service.stopping.is_set():
+            return
         try:
             self._pump()
         except Exception as error:
@@ -156,22 +130,69 @@ class Dispatcher:
         now = self.clock()
         for name in self._directory.serving(now):
             lane = self._lanes.setdefault(name, Lane(name))
-            if lane.flight is None and now >= lane.pause_until:
+            at = lane.next_batch_at()
+            if at is None or (lane.flights and not self._more_wait(lane)):
+                continue
+            if now >= at:
                 self._next(lane, now)
+            else:
+                self._look_at(at)
+
+    def _more_wait(self, lane: Lane) -> bool:
+        """Are there more sessions that no step has than the running one has?"""
+        waiting = sum(live.ticket is None and not live.session.parked for live in self._table.on(lane.name))
+        return waiting > len(lane.flights[0].tickets)
+
+    def _look_at(self, when: float) -> None:
+        """Look for work at that time, or before."""
+        delay = max(0.0, when - self.clock())
+        loop = asyncio.get_running_loop()
+        if self._alarm is None or self._alarm.cancelled() or loop.time() + delay < self._alarm.when():
+            self._silence()
+            self._alarm = loop.call_later(delay, self._ring)
+
+    def _silence(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._look()
 
     def _next(self, lane: Lane, now: float) -> None:
         """Build and send the next batch of this verifier, if there is one."""
-        candidates = [
-            found for live in self._table.on(lane.name) if (found := candidate(live, self._directory, now)) is not None
-        ]
-        if not candidates:
+        wants = self._wants(lane, now)
+        if not wants:
             return
         settings = self._service.settings
-        loners = [item for item in candidates if self._live(item.session).alone]
-        pool = loners[:1] or candidates
-        chosen = choose(pool, step_tokens=settings.max_step_tokens, chunk_tokens=settings.chunk_tokens)
-        self.waiting.note(len(candidates) - min(len(chosen.shares), BATCH_ITEMS))
+        alone = [item for item in wants if self._live(item.session).alone]
+        chosen = choose(
+            alone[:1] or wants,
+            times=self._directory.terms(lane.name).times,
+            step_tokens=settings.max_step_tokens,
+            chunk_tokens=settings.chunk_tokens,
+            going_rate=lane.rate.value(now),
+        )
+        if lane.flights and len(chosen.shares) <= len(lane.flights[0].tickets):
+            return
+        if any(share.decides for share in chosen.shares):
+            lane.price.note(now, chosen.price)
         self._send(lane, chosen, now)
+        left = {item.session for item in wants if item.must or item.worth >= 1.0}
+        self.waiting.note(len(left - {share.session for share in chosen.shares[:BATCH_ITEMS]}))
+
+    def _wants(self, lane: Lane, now: float) -> list[Want]:
+        """Of all who may run there; who waits for a block is looked at again when it should have come."""
+        terms = self._directory.terms(lane.name, lane.price.value or 0.0)
+        wants = []
+        for live in self._table.on(lane.name):
+            found = want(live, terms, now)
+            if found is not None:
+                wants.append(found)
+            if live.look_again_at is not None:
+                self._look_at(live.look_again_at)
+        return wants
 
     def _live(self, session: str) -> Live:
         live = self._table.get(session)
@@ -184,11 +205,14 @@ class Dispatcher:
         for share in chosen.shares[:BATCH_ITEMS]:
             live = self._live(share.session)
             live.served = step
-            tickets.append(batches.ticket_of(live, share))
+            tickets.append(batches.ticket_of(live, share, now))
         batch = VerifyBatch(batch=f"{self._prefix}-{step}", items=tuple(batches.item_of(ticket) for ticket in tickets))
-        flight = Flight(batch.batch, tickets, now)
-        lane.flight, lane.probed = flight, now
+        predicted_s = None if chosen.predicted_ms is None else chosen.predicted_ms / 1000
+        flight = Flight(batch.batch, tickets, now, predicted_s)
+        lane.departed(flight)
         flight.task = self._service.spawn(self._fly(lane, flight, batch), f"step {batch.batch}")
+        if (at := lane.next_batch_at()) is not None and self._more_wait(lane):
+            self._look_at(at)
 
     async def _fly(self, lane: Lane, flight: Flight, batch: VerifyBatch) -> None:
         subject = subjects.VERIFY.at(verifier=lane.name)
@@ -213,19 +237,19 @@ class Dispatcher:
     # --- ends of a flight ---
 
     def _landed(self, lane: Lane, flight: Flight, answer: object) -> None:
-        if lane.flight is not flight:
+        if flight not in lane.flights:
             return
         if not isinstance(answer, VerifyResult) or answer.batch != flight.batch:
             self._refused(lane, flight, RequestError("the verifier answered with something else"))
             return
-        lane.flight = None
         now = self.clock()
-        lane.alive = now
-        lane.measured(now - flight.sent)
+        lane.landed(flight, answer.step_ms / 1000, now)
+        committed = sum(outcome.accepted + 1 for outcome in answer.items if outcome.token is not None)
+        lane.rate.note(now, committed, flight.reading_share * answer.step_ms / 1000)
         self._landing.take(flight.tickets, answer, now)
 
     def _refused(self, lane: Lane, flight: Flight, error: RequestError) -> None:
-        if lane.flight is not flight:
+        if flight not in lane.flights:
             return
         log.warning("batch refused", verifier=lane.name, items=len(flight.tickets), code=error.code, error=str(error))
         self._landing.refused(flight.tickets, error)
@@ -233,23 +257,23 @@ class Dispatcher:
 
     def _unreachable(self, lane: Lane, flight: Flight) -> None:
         """Nobody listens. Right after the bus came back the verifier may only be a little behind us."""
-        if lane.flight is flight and not self._directory.settling(self.clock()):
+        if flight in lane.flights and not self._directory.settling(self.clock()):
             self._directory.lose(lane.name)
         self._lost_flight(lane, flight, "no_responders")
 
     def _lost(self, lane: Lane, reason: str, *, went_down: bool = False) -> None:
-        flight = lane.flight
-        if flight is None:
-            return
-        self._lost_flight(lane, flight, reason, went_down=went_down)
-        if flight.task is not None:
-            flight.task.cancel()
+        """All that is under way there. Only the batch that ran can be guilty of what happened."""
+        for flight, ran in [(flight, not flight.behind) for flight in lane.flights]:
+            self._lost_flight(lane, flight, reason, went_down=went_down and ran)
+            if flight.task is not None:
+                flight.task.cancel()
 
     def _lost_flight(self, lane: Lane, flight: Flight, reason: str, *, went_down: bool = False) -> None:
-        if lane.flight is not flight:
+        if flight not in lane.flights:
             return
-        lane.flight = None
-        lane.pause_until = self.clock() + (0.0 if reason == "reconnect" else PAUSE_S)
+        now = self.clock()
+        lane.ended(flight, now)
+        lane.pause_until = now + (0.0 if reason == "reconnect" else PAUSE_S)
         self._service.metrics.add(telemetry.LOST_BATCHES, reason=reason)
         log.warning("batch lost", verifier=lane.name, batch=flight.batch, reason=reason, items=len(flight.tickets))
         self._landing.lost(flight.tickets, went_down=went_down)
@@ -259,9 +283,9 @@ class Dispatcher:
     def tick(self, now: float) -> None:
         """Ask the verifiers that keep us waiting whether they are alive; look for work that time made runnable."""
         for lane in self._lanes.values():
-            if lane.flight is not None and now - lane.flight.sent > PROBE_AFTER_S and now - lane.probed > PROBE_EVERY_S:
+            if lane.flights and now - lane.flights[0].sent > PROBE_AFTER_S and now - lane.probed > PROBE_EVERY_S:
                 lane.probed = now
-                self._service.spawn(self._probe(lane, lane.flight), f"probe {lane.name}")
+                self._service.spawn(self._probe(lane, lane.flights[0]), f"probe {lane.name}")
         self.kick()
 
     async def _probe(self, lane: Lane, flight: Flight) -> None:
@@ -279,7 +303,7 @@ class Dispatcher:
             lane.alive = self.clock()
 
     def _gone(self, lane: Lane, flight: Flight, reason: str) -> None:
-        if lane.flight is flight:
+        if flight in lane.flights:
             self._directory.lose(lane.name)
             self._lost(lane, reason, went_down=True)
             self.kick()

@@ -59,10 +59,12 @@ class DraftDesk:
         if block.source == live.main_source:
             idle = live.ticket is None and self._house.dispatcher.idle(live.verifier)
             live.echo = Echo(block.t_sent, now, block.t_received if idle else 0.0)
+            if offer.attached or offer.history or offer.stale:
+                live.forecast.block_came(block.source, offer.attached, now)
+            if offer.attached:
+                live.patience.block_came(now)
         if block.source == "hosted":
             self._house.hosted.block_came(live)
-        if offer.attached:
-            live.patience.block_came(now)
 
     def _refuse(self, live: Live, block: wire.DraftBlock, error: BadRequest) -> None:
         nodes = _nodes(block)

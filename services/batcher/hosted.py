@@ -1,14 +1,18 @@
-"""Drafts from the hosted drafter, for sessions whose client has no draft model. Its trouble never stalls a session."""
+"""Drafts from the hosted drafter: for sessions whose client has no draft model, and for those whose bubbles it may fill
+(see `assist`). Its trouble never stalls a session."""
 
 from __future__ import annotations
 
 import structlog
+from msgspec.structs import replace
 
 from paceline import subjects, telemetry
 from paceline.bus import Bus
 from paceline.errors import BusError, NoResponders, RequestError, RequestTimeout
 from paceline.service import Service
 from paceline.wire import HostedOpen, HostedStop, Verdict
+from services.batcher.assist import Rest, predicted_s
+from services.batcher.directory import Directory
 from services.batcher.live import Live, Table
 
 log = structlog.get_logger("batcher")
@@ -24,28 +28,65 @@ class HostedDrafts:
     """`tick` asks for drafts where there are none. Until a drafter said yes, and after it fell silent, the session is
     filled by plain steps."""
 
-    def __init__(self, service: Service, table: Table) -> None:
+    def __init__(self, service: Service, table: Table, directory: Directory) -> None:
         self._service = service
+        self._directory = directory
         self._bus: Bus = service.bus
         self._table = table
         self._asking: set[str] = set()
+        self._rests: dict[str, Rest] = {}
 
     def tick(self, now: float) -> None:
+        draft_s = self._directory.draft_s(now) if self._directory.fill else None
         for live in self._table:
+            if live.may_be_assisted and live.session.finish is None:
+                self._consider(live, now, draft_s)
             self.look(live, now)
+
+    def _consider(self, live: Live, now: float, draft_s: float | None) -> None:
+        """Is the drafter to help a session that has an edge, or to stop that?"""
+        assist, verifier = live.assist, live.verifier or ""
+        assist.rest = self._rests.setdefault(verifier, Rest())
+        beside = [other for other in self._table.on(verifier) if other is not live and not other.session.parked]
+        promised_s, times = None, self._directory.terms(verifier).times
+        if draft_s is not None and times is not None and assist.may_start(now, len(beside)):
+            longest = live.session.record.opened.speculation.max_draft
+            acceptance = live.forecast.trust.acceptance("hosted")
+            promised_s = predicted_s(acceptance, draft_s, times, longest, live.session.tip)
+        change = assist.decide(now, promised_s=promised_s, others=len(beside))
+        if change == "start":
+            log.debug("hosted drafts begin to help", session=live.id, promised_ms=round(1000 * (promised_s or 0.0), 1))
+            live.hosted_retry_at = now
+        elif change == "stop":
+            self._dismiss(live)
+
+    def _dismiss(self, live: Live) -> None:
+        log.debug("hosted drafts help no more", session=live.id)
+        live.hosted_open, live.hosted_unanswered = False, None
+        self._service.spawn(self._stop(live.id), "hosted stop")
 
     def look(self, live: Live, now: float) -> None:
         if not live.wants_hosted or live.session.parked or live.leaving:
             return
         if live.hosted_open and live.hosted_unanswered is not None and now - live.hosted_unanswered > SILENT_S:
-            log.info("hosted drafter is silent", session=live.id)
-            self._failed(live, now, "timeout")
-            live.hosted_retry_at = now
+            self._silent(live, now)
         if not live.hosted_open and now >= live.hosted_retry_at and live.id not in self._asking:
             self._asking.add(live.id)
             self._service.spawn(self._open(live, now), f"hosted {live.id}")
 
+    def _silent(self, live: Live, now: float) -> None:
+        if live.assist.on:  # it may well see that it cannot get ahead of the edge
+            live.assist.failed(now)
+            self._dismiss(live)
+            return
+        log.info("hosted drafter is silent", session=live.id)
+        self._failed(live, now, "timeout")
+        live.hosted_retry_at = now
+
     def block_came(self, live: Live) -> None:
+        if live.may_be_assisted and not live.assist.on:
+            return  # on its way when it was stopped
+        live.assist.block_came()
         live.hosted_open, live.hosted_unanswered, live.hosted_pause_s = True, None, 0.0
 
     def committed(self, live: Live, now: float) -> None:
@@ -54,7 +95,7 @@ class HostedDrafts:
 
     def stop(self, live: Live) -> None:
         speculation = live.session.record.opened.speculation
-        if speculation.enabled and speculation.hosted:
+        if speculation.enabled and (speculation.hosted or live.assist.on):
             self._service.spawn(self._stop(live.id), "hosted stop")
 
     async def _stop(self, session: str) -> None:
@@ -69,7 +110,7 @@ class HostedDrafts:
             await self._ask(live, now)
         finally:
             self._asking.discard(live.id)
-        if live.session.finish is not None:
+        if not live.wants_hosted:
             await self._stop(live.id)  # the first may have come before the drafter listened
 
     async def _ask(self, live: Live, now: float) -> None:
@@ -117,7 +158,12 @@ class HostedDrafts:
 
 
 def _request(live: Live, known: int) -> HostedOpen:
+    """The drafter tells by `speculation.hosted` whether it is the session's only source. Where it only helps, it runs
+    beside a verifier that is busy, and drafts one chain."""
     session, record = live.session, live.session.record
+    speculation = record.opened.speculation
+    if not speculation.hosted:
+        speculation = replace(speculation, alternatives=False)
     return HostedOpen(
         session=live.id,
         model=record.opened.model,
@@ -128,5 +174,5 @@ def _request(live: Live, known: int) -> HostedOpen:
         prompt_length=record.prompt_length,
         partition=live.partition,
         choice=record.opened.choice,
-        speculation=record.opened.speculation,
+        speculation=speculation,
     )

@@ -130,12 +130,14 @@ class Landing:
     def _decided(self, ticket: Ticket, plan: Plan, outcome: VerifyOutcome, result: VerifyResult, now: float) -> None:
         live = ticket.live
         assert outcome.token is not None
-        commit = live.session.decide(plan, outcome.accepted, outcome.token, outcome.logprobs)
+        step_ms = None if ticket.history else result.step_ms
+        commit = live.session.decide(plan, outcome.accepted, outcome.token, outcome.logprobs, step_ms=step_ms)
         if commit is None:
             return
         _believe(ticket, plan.at + outcome.accepted + 1)
         live.alone = live.replayed = False
         live.succeeded(self._clock())
+        live.forecast.decided(plan, outcome.accepted, commit.refuted, now)
         self._count(plan, commit)
         self._overhead.note(ticket.echo, result.t_started)
         self._outlet.commit(live, commit, _timing(ticket, result, now))

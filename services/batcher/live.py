@@ -8,8 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from paceline.price import Price
 from paceline.session import Commit, Plan, Session
+from paceline.trie import Node
+from paceline.trust import SessionTrust, Trust
 from paceline.wire import Counters, Failure, LogprobEntry, Timing, Verdict
+from services.batcher.assist import Assist
+from services.batcher.forecast import Forecast, Proposal
 from services.batcher.patience import Patience
 from services.batcher.presence import Presence
 
@@ -17,6 +22,8 @@ MAX_PENDING = 8
 """Commits of one session that the store has not confirmed; beyond that it waits for the store."""
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 1.0
+PRICE_S = 1.0
+"""A price is told again after this time, changed or not."""
 
 
 class PrefixHash:
@@ -41,6 +48,14 @@ class Echo:
     t_sent: int
     arrived: float
     idle_since_unix: float = 0.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a session would put into the next step: held nodes, or tokens that its own text suggests."""
+
+    chain: list[Node] = field(default_factory=list)
+    proposal: Proposal = ((), ())
 
 
 @dataclass(eq=False)
@@ -92,6 +107,7 @@ class Live:
     partition: int
     presence: Presence
     headers: dict[str, str] = field(default_factory=dict)
+    trust: SessionTrust = field(default_factory=lambda: Trust().for_session())
     patience: Patience = field(default_factory=Patience)
     pending: deque[Pending] = field(default_factory=deque)
     durable: int = 0
@@ -100,6 +116,9 @@ class Live:
     served: int = 0
     ticket: Ticket | None = None
     echo: Echo | None = None
+    seat: Seat = field(default_factory=Seat)
+    look_again_at: float | None = None
+    """When time alone may make it run."""
     not_before: float = 0.0
     backoff_s: float = FIRST_BACKOFF_S
     strikes: int = 0
@@ -110,6 +129,9 @@ class Live:
     error: Failure | None = None
     last_verdict: float = 0.0
     shown_cap: int | None = None
+    shown_price: float | None = None
+    price_at: float = 0.0
+    """When a price was told last."""
     told_connection: int = 0
     """The newest connection that a verdict told of, so that the readers of older ones end."""
     room_wanted_since: float | None = None
@@ -121,6 +143,7 @@ class Live:
     released: bool = False
     stranded_since: float | None = None
     """Since when no verifier serves it."""
+    assist: Assist = field(default_factory=Assist)
     hosted_open: bool = False
     hosted_retry_at: float = 0.0
     hosted_pause_s: float = 0.0
@@ -131,6 +154,7 @@ class Live:
         self.durable = self.session.tip
         self.told_connection = self.session.connection
         self.prefix = PrefixHash(self.session.committed)
+        self.forecast = Forecast(self.trust, self.main_source)
         self.base, self.first_tip = self.session.counters, self.session.tip
         self.logprobs: list[LogprobEntry] = list(self.session.record.logprobs)
 
@@ -149,7 +173,14 @@ class Live:
     @property
     def wants_hosted(self) -> bool:
         speculation = self.session.record.opened.speculation
-        return speculation.enabled and speculation.hosted and self.session.finish is None
+        asked = speculation.hosted or self.assist.on
+        return speculation.enabled and asked and self.session.finish is None
+
+    @property
+    def may_be_assisted(self) -> bool:
+        """Its drafts come from an edge that does not mind, and bubbles are to be filled."""
+        speculation = self.session.record.opened.speculation
+        return speculation.enabled and speculation.assist and speculation.fill and not speculation.hosted
 
     def committed_now(self, commit: Commit, timing: Timing | None = None) -> None:
         """Note a commit that the session made just now."""
@@ -169,6 +200,7 @@ class Live:
     def adopted(self) -> None:
         """The store's history replaced ours."""
         self.prefix = PrefixHash(self.session.committed)
+        self.forecast.forget_text()
         self.pending.clear()
         self.ticket = None
         self.durable = self.session.tip
@@ -189,8 +221,11 @@ class Live:
             self.running_since = now
         self.strikes, self.losses, self.backoff_s, self.not_before = 0, 0, FIRST_BACKOFF_S, 0.0
 
-    def verdict(self, pending: Pending | None, window_cap: int | None, now: float) -> Verdict:
-        """What to publish for a confirmed commit, or, without one, an empty verdict at the confirmed tip."""
+    def verdict(
+        self, pending: Pending | None, window_cap: int | None, now: float, price: Price | None = None
+    ) -> Verdict:
+        """What to publish for a confirmed commit, or, without one, an empty verdict at the confirmed tip. price: of its
+        verifier's time."""
         session = self.session
         cap = window_cap if window_cap != self.shown_cap else None
         connection = session.connection if session.connection != self.told_connection else 0
@@ -211,9 +246,19 @@ class Live:
             error=commit.error,
             timing=pending.timing if pending is not None else None,
             window_cap=cap,
+            price=self._price_to_tell(price, now),
             connection=connection,
             fed=min(self.fed, self.durable) if pending is None and session.completion == 0 else None,
         )
+
+    def _price_to_tell(self, price: Price | None, now: float) -> float | None:
+        """To those who draft, when it changed, and once a second."""
+        if price is None or price.value is None or not self.session.record.opened.speculation.enabled:
+            return None
+        if not price.changed(self.shown_price) and now - self.price_at < PRICE_S:
+            return None
+        self.shown_price, self.price_at = round(price.value, 3), now
+        return self.shown_price
 
 
 class Table:

@@ -1,8 +1,8 @@
 """How long a session with nothing held waits for a draft before it gets a plain step. Pure.
 
-**Starved**: the target's history is complete, nothing is held. With fill a starved session runs at once; without, only
-after 3 round trips + 150 ms, so that no lost block stops a stream. The round trip is what the batcher can see of it:
-from the session running dry to its next block, smoothed, with a quick rise and a slow fall.
+**Starved**: the target's history is complete, nothing is held. Whatever else says that it should wait, after 3 round
+trips + 150 ms it runs, so that no lost block stops a stream. The round trip is what the batcher can see of it: from the
+session running dry to its next block, smoothed, with a quick rise and a slow fall.
 """
 
 from __future__ import annotations
@@ -44,8 +44,18 @@ class Patience:
         """Nobody is there who could send a block: the wait begins anew."""
         self.starved_since = self.dry_since = None
 
+    def starved_for(self, now: float) -> float:
+        return 0.0 if self.starved_since is None else now - self.starved_since
+
     def exhausted(self, now: float, *, hosted: bool) -> bool:
         if self.starved_since is None:
             return False
+        return now >= self.starved_since + self._wait_s(hosted)
+
+    def ends_at(self, *, hosted: bool) -> float | None:
+        """None while nothing is waited for."""
+        return None if self.starved_since is None else self.starved_since + self._wait_s(hosted)
+
+    def _wait_s(self, hosted: bool) -> float:
         wait = 3 * self.round_trip_s + GRACE_S
-        return now - self.starved_since >= (min(wait, HOSTED_WAIT_S) if hosted else wait)
+        return min(wait, HOSTED_WAIT_S) if hosted else wait

@@ -15,6 +15,8 @@ import structlog
 
 from paceline import subjects, telemetry
 from paceline.bus import Received, Subscription
+from paceline.calibration import Calibration
+from paceline.calibration_file import CalibrationFile, calibration_path
 from paceline.engine_loading import load_draft
 from paceline.errors import BusError, NotFound, Overloaded, Unavailable
 from paceline.model_card import ModelCard
@@ -24,6 +26,7 @@ from paceline.wire import Ack, DrafterStatus, HostedOpen
 from services.drafter.hosted import HostedSession
 from services.drafter.lookout import Lookout
 from services.drafter.metered import MeteredDraft
+from services.drafter.warm_up import warm_up
 
 log = structlog.get_logger("drafter")
 
@@ -31,11 +34,14 @@ STATUS_S = 1.0
 
 
 class Drafter:
-    """`engine` is None while the model loads."""
+    """`engine` is None while the model loads. calibration: of the draft model, kept in a file; None: one that begins
+    anew."""
 
-    def __init__(self, service: Service, card: ModelCard) -> None:
+    def __init__(self, service: Service, card: ModelCard, kept: CalibrationFile | None = None) -> None:
         self._service = service
         self._card = card
+        self._kept = kept
+        self._calibration = Calibration() if kept is None else kept.calibration
         self._engine: MeteredDraft | None = None
         self._sessions: dict[str, HostedSession] = {}
         self._lookout = Lookout(service.sessions, card.model, self._sessions)
@@ -56,6 +62,8 @@ class Drafter:
             await self._subscription.close()
         for session in self._sessions.values():
             session.stop()
+        if self._kept is not None:
+            self._kept.close()
 
     @property
     def sessions(self) -> int:
@@ -82,7 +90,8 @@ class Drafter:
         before = self._sessions.get(request.session)
         if before is None and len(self._sessions) >= self.limit:
             raise Overloaded(f"drafter {self._service.instance} has {len(self._sessions)} sessions, its limit")
-        session = HostedSession(self._service, self._engine, request, self._card.context)
+        calibration = self._calibration.for_session()
+        session = HostedSession(self._service, self._engine, request, self._card.context, calibration)
         try:
             await session.listen()
         except BusError as error:
@@ -108,6 +117,8 @@ class Drafter:
                 await self._service.bus.publish(subjects.DRAFTER_STATUS.at(model=self._card.model), self.status())
             except BusError as error:
                 log.debug("status not sent", error=str(error))
+            if self._kept is not None:
+                self._kept.save()
             await asyncio.sleep(STATUS_S)
 
     def status(self) -> DrafterStatus:
@@ -123,9 +134,14 @@ class Drafter:
             sessions=self.sessions,
             drafted=engine.drafted if engine else 0,
             state=state,
+            draft_ms=round(engine.draft_ms, 3) if engine else 0.0,
             t_sent=time.time(),
             detail=engine.trouble if engine else "the model is loading",
         )
+
+
+def _calibration(service: Service, card: ModelCard) -> CalibrationFile:
+    return CalibrationFile(calibration_path(card.fingerprint, f"{service.settings.model}-hosted"))
 
 
 @asynccontextmanager
@@ -133,10 +149,11 @@ async def body(service: Service) -> AsyncIterator[None]:
     """Raises ModelError (the process is finished) when there is no model to draft with."""
     service.set_ready("engine", False, "the model is loading")
     card = served_card(service.settings)
-    drafter = Drafter(service, card)
+    drafter = Drafter(service, card, None if card.simulated else await asyncio.to_thread(_calibration, service, card))
     service.spawn(drafter.report(), "drafter status")
     engine = MeteredDraft(await load_draft(service.settings, card), service.metrics)
     try:
+        await warm_up(engine, card.vocabulary)
         await drafter.start(engine)
         service.set_ready("engine", True)
         try:

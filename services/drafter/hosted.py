@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 
 import structlog
+from msgspec.structs import replace
 
 from paceline import subjects, telemetry
 from paceline.bus import Received, Subscription
+from paceline.calibration import Calibrated
 from paceline.drafting import DraftLoop
 from paceline.engine import DraftEngine, Rule
 from paceline.errors import BusError
@@ -22,9 +24,17 @@ INCARNATIONS_PER_S = 10
 
 
 class HostedSession:
-    """`limit`: longest total length in tokens. `listen`, then `run` until the end of the session."""
+    """`limit`: longest total length in tokens; calibration: of the draft model. `listen`, then `run` until the end of
+    the session."""
 
-    def __init__(self, service: Service, engine: DraftEngine, request: HostedOpen, limit: int) -> None:
+    def __init__(
+        self,
+        service: Service,
+        engine: DraftEngine,
+        request: HostedOpen,
+        limit: int,
+        calibration: Calibrated | None = None,
+    ) -> None:
         self._service = service
         self._request = request
         self._subscriptions: list[Subscription] = []
@@ -45,6 +55,7 @@ class HostedSession:
             send=self._send,
             repair=self._repair,
             epoch=request.epoch,
+            calibration=calibration,
         )
 
     @property
@@ -83,9 +94,12 @@ class HostedSession:
         log.debug("session over", session=self.id, sent=stats.sent, accepted=stats.accepted)
 
     async def _on_verdict(self, received: Received) -> None:
-        assert isinstance(received.message, Verdict)
+        verdict = received.message
+        assert isinstance(verdict, Verdict)
         self.heard_at = time.monotonic()
-        self._loop.on_verdict(received.message)
+        if not self._request.speculation.hosted and verdict.timing is not None:
+            verdict = replace(verdict, timing=None)  # the echo is for the edge that this drafter helps
+        self._loop.on_verdict(verdict)
 
     async def _on_stop(self, received: Received) -> None:
         self._loop.stop()

@@ -1,8 +1,8 @@
 """What the policy decides, from what it sees: pure, with hysteresis.
 
-Three decisions: the **window cap** (most nodes a source may have in flight), **fill** (plain steps for sessions
-without a held draft), and **admit** (which verifiers take new sessions). A mark must be held for several looks in a row
-before a decision changes, and the mark for going back is another one, so that no decision flaps.
+Two decisions: the **window cap** (most nodes a source may have in flight) and **admit** (which verifiers take new
+sessions). A mark must be held for several looks in a row before a decision changes, and the mark for going back is
+another one, so that no decision flaps. **fill** stays on: step by step the batchers charge a fill what it costs others.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ class Switch:
 
 @dataclass
 class Rules:
-    """The memory of the decisions for one model. Level 1 of `load` switches fill off, further ones lower the cap."""
+    """The memory of the decisions for one model. fill: what an operator's own rules may set; the levels of `load` are
+    those of the cap."""
 
     model: str
     marks: Marks = field(default_factory=Marks)
-    load: Switch = field(default_factory=lambda: Switch(top=len(WINDOW_CAPS)))
+    fill: bool = True
+    load: Switch = field(default_factory=lambda: Switch(top=len(WINDOW_CAPS) - 1))
     full: dict[str, Switch] = field(default_factory=dict)
     version: int = 0
     last: PolicyDecision | None = None
@@ -77,14 +79,13 @@ class Rules:
             marks=self.marks,
         )
         admit, admit_reason = self._admit(ready)
-        fill = self.load.level == 0
-        cap = WINDOW_CAPS[max(0, self.load.level - 1)]
+        cap = WINDOW_CAPS[self.load.level]
         reasons = (
-            f"fill {'on' if fill else 'off'}, window cap {cap}: {pressure:.1f} sessions a verifier wait for a step, "
-            f"verifiers are {busy:.0%} busy",
+            f"fill {'on' if self.fill else 'off'}, window cap {cap}: {pressure:.1f} sessions a verifier wait for a "
+            f"step, verifiers are {busy:.0%} busy",
             admit_reason,
         )
-        return self._versioned(fill, cap, admit, reasons, now)
+        return self._versioned(self.fill, cap, admit, reasons, now)
 
     def _admit(self, ready: list[VerifierStatus]) -> tuple[tuple[str, ...], str]:
         """Verifiers with room, fewest sessions first; all ready ones when none has room."""

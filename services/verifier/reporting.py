@@ -15,7 +15,7 @@ from paceline.engine import EngineStatus
 from paceline.errors import BusError
 from paceline.model_card import ModelCard
 from paceline.service import Service
-from paceline.wire import VerifierStatus
+from paceline.wire import StepTable, VerifierStatus
 from services.verifier.load import Load
 
 log = structlog.get_logger("verifier")
@@ -27,7 +27,8 @@ STUCK_S = 10.0
 
 
 class Reporter:
-    """`engine` gives the engine's status, None while the model loads; `waiting` the batches that wait."""
+    """`engine` gives the engine's status, None while the model loads; `waiting` the batches that wait; `curve` what is
+    known of step times."""
 
     def __init__(self, service: Service, card: ModelCard) -> None:
         self._service = service
@@ -37,6 +38,7 @@ class Reporter:
         self.load = Load(time.monotonic())
         self.engine: Callable[[], EngineStatus] | None = None
         self.waiting: Callable[[], int] = lambda: 0
+        self.curve: Callable[[], StepTable | None] = lambda: None
 
     def enter(self, state: State) -> None:
         """A new state, told at once."""
@@ -97,6 +99,7 @@ class Reporter:
             queue=self.waiting(),
             steps=self.load.steps,
             step_tokens=self.load.step_tokens,
+            curve=self.curve(),
             step_ms={tokens: round(ms, 3) for tokens, ms in engine.step_ms.items()},
             t_sent=time.time(),
         )

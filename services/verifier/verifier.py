@@ -34,6 +34,7 @@ from paceline.wire import (
     VerifyOutcome,
     VerifyResult,
 )
+from services.verifier.curve import LearnedCurve, curve_file, fed_tokens
 from services.verifier.ledger import SessionLedger, refusal
 from services.verifier.outcomes import outcome_of
 from services.verifier.reporting import Reporter
@@ -55,14 +56,17 @@ class _Waiting:
 class Verifier:
     """One loaded engine on the bus."""
 
-    def __init__(self, service: Service, engine: TargetEngine, reporter: Reporter) -> None:
+    def __init__(
+        self, service: Service, engine: TargetEngine, reporter: Reporter, curve: LearnedCurve | None = None
+    ) -> None:
         self._service = service
         self._engine = engine
         self._reporter = reporter
+        self._curve = curve or LearnedCurve()
         self._ledger = SessionLedger(engine.status().context)
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(WAITING)
         self._subscriptions: list[Subscription] = []
-        reporter.engine, reporter.waiting = engine.status, self._queue.qsize
+        reporter.engine, reporter.waiting, reporter.curve = engine.status, self._queue.qsize, self._curve.table
 
     async def start(self, *, draining: bool) -> None:
         name, bus = self._service.instance, self._service.bus
@@ -162,13 +166,14 @@ class Verifier:
 
     async def _step(self, items: list[TargetItem]) -> list[Outcome]:
         tokens = sum(len(item.history) + len(item.draft) + (item.rule is not None) for item in items)
+        fed = fed_tokens(items)
         started = time.monotonic()
         self._reporter.load.started(started)
         with telemetry.tracer.start_as_current_span(telemetry.SPAN_VERIFY) as span:
             span.set_attribute(telemetry.ATTR_ITEMS, len(items))
             span.set_attribute(telemetry.ATTR_VERIFIER, self._service.instance)
             try:
-                return await self._engine.step(items)
+                outcomes = await self._engine.step(items)
             except EngineError as error:
                 log.error("step failed", items=len(items), error=str(error))
                 return [Failed(item.session, "step_failed", str(error)) for item in items]
@@ -176,6 +181,9 @@ class Verifier:
                 ended = time.monotonic()
                 self._reporter.load.ended(tokens, ended)
                 self._reporter.step_done(len(items), tokens, ended - started)
+            if not any(isinstance(outcome, Failed) for outcome in outcomes):
+                self._curve.step_done(items, fed, 1000 * (ended - started))
+            return outcomes
 
 
 async def _respond(received: Received, answer: Message) -> None:
@@ -201,11 +209,15 @@ async def body(service: Service) -> AsyncIterator[None]:
     service.spawn(reporter.run(), "verifier status")
     engine = await load_target(service.settings, card)
     try:
-        verifier = Verifier(service, engine, reporter)
+        curve = LearnedCurve(None if card.simulated else curve_file(service.settings, engine.status().engine))
+        await curve.prepare(engine, card.vocabulary)
+        service.spawn(curve.run(), "step curve")
+        verifier = Verifier(service, engine, reporter, curve)
         await verifier.start(draining=await _was_draining(service, card))
         try:
             yield
         finally:
             await verifier.stop()
+            await curve.save()
     finally:
         await engine.close()

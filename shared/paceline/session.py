@@ -11,7 +11,8 @@ and cutting of blocks gives the tokens of plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -19,7 +20,7 @@ import msgspec
 from paceline.ends import Ends
 from paceline.errors import BadRequest
 from paceline.store import SessionRecord
-from paceline.trie import Node, Trie
+from paceline.trie import Claim, Node, Trie, stated
 from paceline.wire import (
     KIND_OF_SOURCE,
     Bounds,
@@ -48,16 +49,22 @@ class Offer:
 
 @dataclass(frozen=True)
 class Plan:
-    """A verify step for this session: the chain `tokens` after the committed prefix of length `at`."""
+    """A verify step for this session: the chain `tokens` after the committed prefix of length `at`. claims: of each
+    token, who drafted it and how sure of it, the source that has the credit first."""
 
     at: int
     tokens: tuple[int, ...]
-    sources: tuple[str, ...] = ()
+    claims: tuple[tuple[Claim, ...], ...] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(claims[0][0] for claims in self.claims)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Newly committed tokens from `at` on, one letter of wire.KINDS each, and how the session ended, if it did."""
+    """Newly committed tokens from `at` on, one letter of wire.KINDS each, and how the session ended, if it did.
+    refuted: the sources of which something else was held first; what they have on its way is stale, as a rule."""
 
     at: int
     tokens: tuple[int, ...] = ()
@@ -65,6 +72,11 @@ class Commit:
     finish: Finish | None = None
     error: Failure | None = None
     logprobs: tuple[LogprobEntry, ...] | None = None
+    refuted: frozenset[str] = frozenset()
+
+
+OWN_SOURCE: Source = "lookup"
+"""Of the drafts that no message brought: they have no ids, and nobody is told what became of them."""
 
 
 class Session:
@@ -100,6 +112,11 @@ class Session:
     @property
     def held(self) -> int:
         return self.trie.held
+
+    @property
+    def sent(self) -> int:
+        """Held nodes that a source sent; the others are the batcher's own guesses."""
+        return self.trie.held - self.trie.held_by(OWN_SOURCE)
 
     @property
     def room(self) -> int:
@@ -178,10 +195,9 @@ class Session:
 
     def _count(self, source: Source, offer: Offer) -> None:
         new = offer.attached + offer.history + offer.stale
-        drafted = {**self.counters.drafted, source: self.counters.drafted.get(source, 0) + new}
         self.counters = msgspec.structs.replace(
             self.counters,
-            drafted=drafted,
+            drafted=_added(self.counters.drafted, {source: new}),
             duplicate=self.counters.duplicate + offer.duplicate,
             stale=self.counters.stale + offer.stale,
             overflow=self.counters.overflow + offer.overflow,
@@ -189,15 +205,33 @@ class Session:
 
     # --- verify steps ----------------------------------------------------------------------------------------------
 
-    def plan(self, limit: int) -> Plan:
-        """The next step: the best held chain of at most `limit` tokens, clipped to what the completion may still take
-        and behind an end token. It is in flight until `decide` or `forget`."""
-        chain = self.trie.best_chain(max(0, min(limit, self.room)))
+    def chain(self, limit: int, chance: Callable[[Node], float] = stated) -> list[Node]:
+        """The best held chain of at most `limit` nodes, clipped to what the completion may still take and behind an
+        end token. chance: see Trie.best_chain."""
+        chain = self.trie.best_chain(max(0, min(limit, self.room)), chance)
         for index, node in enumerate(chain):
             if node.token in self._ends.end_ids:
-                chain = chain[: index + 1]
+                return chain[: index + 1]
+        return chain
+
+    def guess(self, tokens: Sequence[int], evidence: Sequence[float]) -> list[Node]:
+        """Hold a chain of the batcher's own under the tip, and give its nodes."""
+        parent, chain, drafted = self.trie.root, [], 0
+        for token, sure in zip(tokens[: self.room], evidence, strict=False):
+            parent, new = self.trie.attach(parent, OWN_SOURCE, None, token, sure)
+            chain.append(parent)
+            drafted += new
+            if token in self._ends.end_ids:
                 break
-        self.in_flight = Plan(self.tip, tuple(node.token for node in chain), tuple(node.source for node in chain))
+        self._count(OWN_SOURCE, Offer(attached=drafted))
+        return chain
+
+    def plan(self, limit: int, chain: Sequence[Node] | None = None) -> Plan:
+        """The next step: at most `limit` nodes of `chain`, by default the best one. It is in flight until `decide` or
+        `forget`."""
+        nodes = (self.chain(limit) if chain is None else chain)[: max(0, limit)]
+        tokens, claims = tuple(node.token for node in nodes), tuple(node.claims for node in nodes)
+        self.in_flight = Plan(self.tip, tokens, claims)
         return self.in_flight
 
     def forget(self) -> None:
@@ -205,10 +239,16 @@ class Session:
         self.in_flight = None
 
     def decide(
-        self, plan: Plan, accepted: int, token: int, logprobs: Sequence[LogprobEntry] | None = None
+        self,
+        plan: Plan,
+        accepted: int,
+        token: int,
+        logprobs: Sequence[LogprobEntry] | None = None,
+        *,
+        step_ms: float | None = None,
     ) -> Commit | None:
         """The target's answer to `plan`: `accepted` of its tokens, then `token`. None when the plan is not in flight
-        any more (late, or overtaken by another owner's history)."""
+        any more (late, or overtaken by another owner's history). step_ms: how long the step took, if it counts."""
         if plan is not self.in_flight or self.finish is not None or plan.at != self.tip:
             return None
         self.in_flight = None
@@ -222,9 +262,8 @@ class Session:
             finish=finish,
             logprobs=tuple(logprobs[:kept]) if logprobs is not None else None,
         )
-        self._count_step(plan, commit)
-        self._commit(commit)
-        return commit
+        self._count_step(plan, accepted, commit, step_ms)
+        return replace(commit, refuted=self._commit(commit))
 
     def cancel(self) -> Commit:
         return self._end("cancelled", None)
@@ -256,25 +295,28 @@ class Session:
                 return count, finish
         return len(decided), None
 
-    def _commit(self, commit: Commit) -> None:
+    def _commit(self, commit: Commit) -> frozenset[str]:
         self.committed.extend(commit.tokens)
         self.kinds += commit.kinds
-        self.trie.advance(commit.tokens)
         self.finish = commit.finish
+        return self.trie.advance(commit.tokens)
 
-    def _count_step(self, plan: Plan, commit: Commit) -> None:
+    def _count_step(self, plan: Plan, accepted: int, commit: Commit, step_ms: float | None) -> None:
+        """`accepted` is what the target agreed with; the commit may end before."""
         counters = self.counters
-        accepted = dict(counters.accepted)
-        for source, letter in KIND_OF_SOURCE.items():
-            if count := commit.kinds.count(letter):
-                accepted[source] = accepted.get(source, 0) + count  # type: ignore[index,call-overload]
+        taken = {source: commit.kinds.count(letter) for source, letter in KIND_OF_SOURCE.items()}
+        refused = plan.sources[accepted : accepted + commit.kinds.count("c")]
         self.counters = msgspec.structs.replace(
             counters,
-            accepted=accepted,
+            accepted=_added(counters.accepted, taken),
             verified=counters.verified + len(plan.tokens),
-            rejected=counters.rejected + commit.kinds.count("c"),
+            verified_by=_added(counters.verified_by, Counter(plan.sources)),
+            rejected=counters.rejected + len(refused),
+            rejected_by=_added(counters.rejected_by, Counter(refused)),
             steps=counters.steps + 1,
             step_tokens=counters.step_tokens + 1 + len(plan.tokens),
+            timed_steps=counters.timed_steps + (step_ms is not None),
+            step_ms=round(counters.step_ms + (step_ms or 0.0), 3),
             filled=counters.filled + commit.kinds.count("f"),
             bonus=counters.bonus + commit.kinds.count("b"),
             corrected=counters.corrected + commit.kinds.count("c"),
@@ -342,6 +384,14 @@ def _sum(a: Offer, b: Offer) -> Offer:
         overflow=a.overflow + b.overflow,
         gap=a.gap or b.gap,
     )
+
+
+def _added(totals: Mapping[Source, int], more: Mapping[str, int]) -> dict[Source, int]:
+    sums = {**totals}
+    for source, count in more.items():
+        if count:
+            sums[source] = sums.get(source, 0) + count  # type: ignore[index,call-overload]
+    return sums
 
 
 def _own_kind(plan: Plan, accepted: int) -> str:

@@ -9,24 +9,40 @@ then on (its nodes are dead, and so is all that still refers to them).
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 REMEMBERED_POSITIONS = 256
 """How far behind the tip a committed node still answers to its id; a draft that hangs under an older one is stale."""
 
 
+Claim = tuple[str, float]
+"""A source, and how sure it is of a node given that its parent fits: a probability, or what that source has instead."""
+
+
 @dataclass(eq=False, slots=True)
 class Node:
-    """One draft. `position` is that of its token; `committed` nodes are history, dead ones are neither."""
+    """One draft. `position` is that of its token; `committed` nodes are history, dead ones are neither. `seconds`: the
+    other sources that said the same later on."""
 
     token: int
     position: int
     confidence: float
     source: str
     children: dict[int, Node] = field(default_factory=dict)
+    seconds: tuple[Claim, ...] = ()
     committed: bool = False
     dead: bool = False
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Of all its sources, the first one's first."""
+        return ((self.source, self.confidence), *self.seconds)
+
+
+def stated(node: Node) -> float:
+    """The confidence that its first source stated."""
+    return node.confidence
 
 
 class Trie:
@@ -70,20 +86,29 @@ class Trie:
         self._name(source, identity, node)
         self._remember(source, identity, position)
 
-    def attach(self, parent: Node, source: str, identity: int, token: int, confidence: float) -> tuple[Node, bool]:
-        """The node for `token` under `parent` (a live node or the root), and whether it is new."""
+    def attach(
+        self, parent: Node, source: str, identity: int | None, token: int, confidence: float
+    ) -> tuple[Node, bool]:
+        """The node for `token` under `parent` (a live node or the root), and whether it is new. identity None: its
+        source will never refer to it."""
         node = parent.children.get(token)
         new = node is None
         if node is None:
             node = Node(token=token, position=parent.position + 1, confidence=confidence, source=source)
             parent.children[token] = node
             self._held[source] += 1
-        self._name(source, identity, node)
+        elif all(source != known for known, _ in node.claims):
+            node.seconds = (*node.seconds, (source, confidence))
+        if identity is not None:
+            self._name(source, identity, node)
         return node, new
 
-    def advance(self, tokens: Iterable[int]) -> None:
-        """The tip moves along `tokens`; nodes beside them die."""
+    def advance(self, tokens: Iterable[int]) -> frozenset[str]:
+        """The tip moves along `tokens`; nodes beside them die. Gives the sources that were refuted: what was held of
+        them first at some position was another token."""
+        refuted: set[str] = set()
         for token in tokens:
+            refuted |= _refuted(self.root, token)
             follower = self.root.children.pop(token, None)
             for sibling in self.root.children.values():
                 self._kill(sibling)
@@ -97,20 +122,24 @@ class Trie:
             follower.committed = True
             self.root = follower
         self._expire()
+        return frozenset(refuted)
 
     def reset(self, tip: int) -> None:
         """Forget every node and id; the committed tokens are not what was thought."""
         self.__init__(tip)  # type: ignore[misc]
 
-    def best_chain(self, limit: int) -> list[Node]:
+    def best_chain(self, limit: int, chance: Callable[[Node], float] = stated) -> list[Node]:
         """The path from the tip, at most `limit` nodes, with the most expected accepted tokens.
 
-        The value of a path is the sum over its nodes of the product of confidences up to there.
+        The value of a path is the sum over its nodes of the product of chances up to there; chance(node): that it fits
+        if its parent does.
         """
+        if len(self.root.children) <= 1 and (line := self._line(limit)) is not None:
+            return line
         values: dict[Node, float] = {}
         order = self._below(limit)
         for node in reversed(order):
-            values[node] = node.confidence * (
+            values[node] = chance(node) * (
                 1.0 + max((values.get(child, 0.0) for child in node.children.values()), default=0.0)
             )
         chain: list[Node] = []
@@ -119,6 +148,17 @@ class Trie:
             node = max(node.children.values(), key=lambda child: (values.get(child, 0.0), -child.token))
             chain.append(node)
         return chain
+
+    def _line(self, limit: int) -> list[Node] | None:
+        """All that is held, where it is a single chain so far."""
+        line: list[Node] = []
+        node = self.root
+        while node.children and len(line) < limit:
+            if len(node.children) > 1:
+                return None
+            (node,) = node.children.values()
+            line.append(node)
+        return line
 
     def _below(self, depth: int) -> list[Node]:
         """Nodes at most `depth` under the tip, parents before children."""
@@ -157,3 +197,11 @@ class Trie:
             self._held[dying.source] -= 1
             self._unname(dying)
             stack.extend(dying.children.values())
+
+
+def _refuted(parent: Node, token: int) -> set[str]:
+    first: dict[str, int] = {}
+    for child in parent.children.values():
+        for source, _ in child.claims:
+            first.setdefault(source, child.token)
+    return {source for source, said in first.items() if said != token}

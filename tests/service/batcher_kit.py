@@ -37,6 +37,7 @@ from paceline.wire import (
     prefix_hash,
 )
 from services.batcher.batcher import Batcher
+from services.verifier.curve import LearnedCurve
 from services.verifier.reporting import Reporter
 from services.verifier.verifier import Verifier
 
@@ -123,13 +124,18 @@ class Stack:
         return made
 
     async def verifier(self, name: str = "v1", **engine: Any) -> Running:
-        """`step_ms`, `cells` and so on: of the engine."""
+        """`step_ms`, `cells` and so on: of the engine. `knows`: its steps' times are known from the first one on,
+        or what is thought to be known is this part of them."""
         service = self.service("verifier", name)
         timing = Timing(engine.pop("step_ms", 0.5), engine.pop("token_ms", 0.0))
-        target = SimulatedTarget(WORLD, timing, **engine)
+        curve = LearnedCurve()
+        if part := float(engine.pop("knows", 0.0)):
+            for rows in (1, 2, 4, 8, 16) * 4:
+                curve.curve.learn(rows, 0, part * timing.step_ms(rows))
+        target = SimulatedTarget(engine.pop("world", WORLD), timing, **engine)
         reporter = Reporter(service, CARD)
         service.spawn(reporter.run(), "verifier status")
-        verifier = Verifier(service, target, reporter)
+        verifier = Verifier(service, target, reporter, curve)
         await verifier.start(draining=False)
         self.running[name] = Running(service, verifier, target)
         return self.running[name]
@@ -322,9 +328,11 @@ class Drafter:
         return self
 
     def _on_verdict(self, verdict: Verdict) -> None:
-        tip = verdict.at + len(verdict.tokens) - len(self.client.prompt)
+        start = verdict.at - len(self.client.prompt)
+        tip = start + len(verdict.tokens)
+        refuted = any(self.wrong(index) for index in range(start, min(tip, self.sent)))
         overtaken = tip > self.sent and verdict.kinds[-1:] in ("b", "f")
-        if self.source in verdict.gap or "c" in verdict.kinds or overtaken:
+        if self.source in verdict.gap or "c" in verdict.kinds or refuted or overtaken:
             self._restart(tip)
         self.tip = max(self.tip, tip)
 

@@ -58,10 +58,19 @@ class Faulty:
     def max_sessions(self) -> int:
         return self.engine.max_sessions
 
+    @property
+    def max_paths(self) -> int:
+        return self.engine.max_paths
+
     async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
+        (guess,) = await self.guesses(session, (path,), rule)
+        assert guess is not None
+        return guess
+
+    async def guesses(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> list[Guess | None]:
         if self.broken:
             raise EngineError("the model is gone")
-        return await self.engine.guess(session, path, rule)
+        return await self.engine.guesses(session, paths, rule)
 
     def release(self, session: str) -> None:
         self.engine.release(session)

@@ -25,35 +25,40 @@ def batcher(waiting: int, at: float = 0.0) -> BatcherStatus:
     )  # fmt: skip
 
 
-def looks(rules: Rules, waiting: int, count: int, start: float = 0.0, busy: float = 1.0) -> list[bool]:
+def looks(rules: Rules, waiting: int, count: int, start: float = 0.0, busy: float = 1.0) -> list[int]:
     return [
-        rules.decide([verifier(at=start + i, busy=busy)], [batcher(waiting, at=start + i)], start + i).fill
+        rules.decide([verifier(at=start + i, busy=busy)], [batcher(waiting, at=start + i)], start + i).window_cap
         for i in range(count)
     ]
 
 
-def test_fill_goes_off_after_sustained_pressure_and_comes_back_after_sustained_calm() -> None:
+def test_the_cap_falls_after_sustained_pressure_and_rises_after_sustained_calm() -> None:
     rules = Rules("m")
-    assert looks(rules, waiting=4, count=3) == [True, True, False]
-    assert looks(rules, waiting=0, count=5, start=3) == [False] * 4 + [True]
+    assert looks(rules, waiting=4, count=3) == [64, 64, 16]
+    assert looks(rules, waiting=0, count=5, start=3) == [16] * 4 + [64]
 
 
 def test_one_quiet_look_in_between_starts_the_count_again() -> None:
     rules = Rules("m")
     looks(rules, waiting=4, count=2)
     looks(rules, waiting=0, count=1, start=2)
-    assert looks(rules, waiting=4, count=3, start=3) == [True, True, False]
+    assert looks(rules, waiting=4, count=3, start=3) == [64, 64, 16]
 
 
 def test_pressure_on_an_idle_verifier_is_no_load() -> None:
-    assert all(looks(Rules("m"), waiting=4, count=10, busy=0.1))
+    assert looks(Rules("m"), waiting=4, count=10, busy=0.1) == [64] * 10
 
 
-def test_lasting_pressure_lowers_the_window_cap_level_by_level() -> None:
+def test_lasting_pressure_lowers_the_window_cap_level_by_level_and_leaves_fill_on() -> None:
     rules = Rules("m")
-    caps = [rules.decide([verifier(at=i)], [batcher(9, at=i)], i).window_cap for i in range(15)]
-    assert caps == sorted(caps, reverse=True)
-    assert caps[-1] == WINDOW_CAPS[-1]
+    decisions = [rules.decide([verifier(at=i)], [batcher(9, at=i)], i) for i in range(15)]
+    assert [decision.window_cap for decision in decisions][2::3] == [16, 8, 4, 4, 4]
+    assert WINDOW_CAPS[-1] == 4
+    assert all(decision.fill for decision in decisions)
+
+
+def test_what_an_operator_set_stays() -> None:
+    assert not Rules("m", fill=False).decide([verifier()], [], 0.0).fill
 
 
 def test_a_status_that_is_too_old_or_draining_takes_no_new_sessions() -> None:
@@ -86,5 +91,5 @@ def test_the_version_grows_exactly_when_the_decision_changes(seen: list[tuple[in
 @pytest.mark.parametrize("waiting", [0, 5])
 def test_no_decision_flaps_under_a_load_that_alternates_every_second(waiting: int) -> None:
     rules = Rules("m")
-    fills = {rules.decide([verifier(at=i)], [batcher(waiting if i % 2 else 0, at=i)], i).fill for i in range(50)}
-    assert fills == {True}
+    caps = {rules.decide([verifier(at=i)], [batcher(waiting if i % 2 else 0, at=i)], i).window_cap for i in range(50)}
+    assert caps == {64}

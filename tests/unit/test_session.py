@@ -326,3 +326,81 @@ def test_a_session_that_was_stored_in_mid_answer_goes_on_with_limit_and_stops_co
         step(session, seed)
     assert session.finish == "stop"
     assert session.committed == wanted[:9]
+
+
+def test_what_was_verified_and_rejected_is_counted_by_source() -> None:
+    session, seed = make(), 4
+    good = plain(seed)
+    wrong = (good[5] + 1) % VOCABULARY
+    session.offer(block(Chain(first=1, position=3, tokens=tuple(good[3:5]), at=3)))
+    session.offer(block(Chain(first=1, position=3, tokens=(good[3], good[4], wrong, 0), at=3), source="hosted"))
+    step(session, seed)
+    assert session.kinds == "eec"
+    assert (session.counters.verified, session.counters.verified_by) == (4, {"edge": 2, "hosted": 2})
+    assert (session.counters.rejected, session.counters.rejected_by) == (1, {"hosted": 1})
+
+
+def test_a_second_source_adds_its_word_and_changes_no_credit() -> None:
+    session, seed = make(), 4
+    good = plain(seed)[3:5]
+    session.offer(block(Chain(first=1, position=3, tokens=tuple(good), at=3, conf=bytes([51, 51]))))
+    for _ in range(2):
+        session.offer(block(Chain(first=1, position=3, tokens=(good[0],), at=3, conf=b"\xff"), source="hosted"))
+    plan = session.plan(8)
+    assert plan.claims == ((("edge", 0.2), ("hosted", 1.0)), (("edge", 0.2),))
+    assert plan.sources == ("edge", "edge")
+
+
+def test_a_guess_of_the_batcher_s_own_is_verified_like_any_draft_and_named_by_nobody() -> None:
+    session, seed = make(), 4
+    good = plain(seed)[3:7]
+    chain = session.guess(good, (2.0, 3.0, 4.0))
+    assert [node.token for node in chain] == good[:3]
+    assert (session.held, session.sent, session.seen) == (3, 0, {})
+    assert session.counters.drafted == {"lookup": 3}
+    plan = session.plan(2, chain)
+    assert plan.claims == ((("lookup", 2.0),), (("lookup", 3.0),))
+    session.decide(plan, 2, good[2])
+    assert session.kinds == "llb"
+    assert session.held == 0, "the bonus was the third"
+    assert session.counters.accepted == {"lookup": 2}
+
+
+def test_a_guess_ends_with_the_completion_s_room_and_behind_an_end_token() -> None:
+    assert len(make(limit=3).guess((1, 2, 3, 4), (2.0,) * 4)) == 2
+    assert [node.token for node in make(end_ids=(END,)).guess((1, END, 3), (2.0,) * 3)] == [1, END]
+
+
+def test_the_best_chain_is_the_one_that_its_chances_say() -> None:
+    session = make()
+    session.offer(block(Chain(first=1, position=3, tokens=(1, 2), at=3, conf=b"\xff\xff")))
+    session.offer(block(Chain(first=1, position=3, tokens=(4, 5), at=3, conf=b"\x80\x80"), source="hosted"))
+    assert [node.token for node in session.chain(8)] == [1, 2]
+    doubted = {"edge": 0.1, "hosted": 0.9}
+    assert [node.token for node in session.chain(8, lambda node: doubted[node.source])] == [4, 5]
+
+
+def test_who_is_refuted_is_told_whether_it_was_verified_or_not() -> None:
+    seed = 4
+    good = plain(seed)[3:7]
+    wrong = (good[0] + 1) % VOCABULARY
+    for limit, chains, refuted in [
+        (8, [Chain(first=1, position=3, tokens=(wrong, 1), at=3)], {"edge"}),
+        (0, [Chain(first=1, position=3, tokens=(wrong, 1), at=3)], {"edge"}),
+        (0, [Chain(first=1, position=3, tokens=tuple(good[:2]), at=3)], set()),
+        (8, [Chain(first=1, position=3, tokens=tuple(good[:2]), at=3)], set()),
+        (8, [Chain(first=1, position=3, tokens=(good[0], (good[1] + 1) % VOCABULARY), at=3)], {"edge"}),
+        (0, [Chain(first=1, position=3, tokens=(wrong,), at=3), Chain(first=2, position=3, tokens=(good[0],), at=3)],
+         {"edge"}),
+    ]:  # fmt: skip
+        session = make()
+        session.offer(block(*chains))
+        prefix = list(session.committed)
+        plan = session.plan(limit)
+        accepted = 0
+        while accepted < len(plan.tokens) and plan.tokens[accepted] == target(prefix, seed):
+            prefix.append(plan.tokens[accepted])
+            accepted += 1
+        commit = session.decide(plan, accepted, target(prefix, seed))
+        assert commit is not None
+        assert commit.refuted == refuted
