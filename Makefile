@@ -3,13 +3,13 @@
 #   LLAMA_NATIVE=1     llama.cpp for this machine's instruction set instead of the AVX2 baseline
 #   HTTP_PORT=8080     port of the gateway for `make up` (NATS_PORT, REDIS_PORT likewise; STACK_ARGS for more options)
 #   FOLLOW=1           `make logs` goes on with what comes; PROCESS=batcher-0 shows one process alone
-#   PAIR=smollm2       model pair for demo, compare and up
+#   PAIR=smollm2       model pair for demo, compare, grid and up
+#   JSON=FILE          report of compare or grid; ARGS="--resume --rtt-ms 100" are more options of grid
 
 SHELL := /bin/bash -o pipefail
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 PAIR ?= smollm2
-JSON ?= .state/compare.json
 COMPOSE ?= docker compose
 BUILD ?= docker build
 FLAVOUR := $(if $(LLAMA_NATIVE),native,baseline)
@@ -18,7 +18,7 @@ RUN := .venv/bin/python -m
 STACK_PORTS = $(if $(HTTP_PORT),--http-port $(HTTP_PORT)) $(if $(NATS_PORT),--nats-port $(NATS_PORT)) \
 	$(if $(REDIS_PORT),--redis-port $(REDIS_PORT))
 
-.PHONY: help setup models demo test lint compare up down status logs test-compose clean
+.PHONY: help setup models demo test lint compare grid simulate up down status logs test-compose clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | awk -F: '{printf "  make %-14s%s\n", $$1, $$2}'
@@ -45,8 +45,15 @@ lint: setup  ## style, types, import rules
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
 
+compare grid simulate: JSON ?= .state/$@.json
 compare: models  ## cloud, synchronous, deep and Paceline side by side; JSON=FILE takes the report
 	@$(RUN) loadgen compare --pair $(PAIR) --rtt-ms 0,60,100 --json $(JSON)
+
+grid: models  ## every mode over round trips, sessions, temperatures (hours; minutes with ARGS=--quick)
+	@$(RUN) loadgen grid --pair $(PAIR) --json $(JSON) $(ARGS)
+
+simulate: setup  ## many sessions on one large accelerator, simulated (5 minutes; seconds with ARGS=--quick)
+	@$(RUN) loadgen simulate --json $(JSON) $(ARGS)
 
 up: models  ## start NATS, Redis and the services for work
 	@PACELINE_MODEL=$(PAIR) $(RUN) paceline.stack up $(STACK_PORTS) $(STACK_ARGS)

@@ -1,4 +1,4 @@
-"""`python -m loadgen compare | demo | relay`."""
+"""`python -m loadgen compare | grid | simulate | demo | relay`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from loadgen import report
 from loadgen.compare import Comparison, Plan
 from loadgen.demo import demo as run_demo
+from loadgen.grid_cli import grid
 from loadgen.modes import SYNC_BLOCKS
 from loadgen.prompts import PROMPTS
 from loadgen.relay import Link, Relay
 from loadgen.rig import rig
+from loadgen.simulate_cli import simulate_fleet
 from paceline.errors import PacelineError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Workloads, WAN emulation, baselines and reports.")
+app.command()(grid)
+app.command("simulate")(simulate_fleet)
 Pair = Annotated[str, typer.Option(help="Model pair of the catalog.")]
 
 

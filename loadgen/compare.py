@@ -8,7 +8,7 @@ comes first and finds a colder cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from loadgen.divergence import TOP, Split, first_difference, margin
 from loadgen.figures import draft_ms, figures, itl_ms
 from loadgen.jobs import Job, Run
 from loadgen.modes import CLOUD, DEEP, EDGE, PACELINE, SYNC_BLOCKS, Mode, sync
-from loadgen.predict import predicted
+from loadgen.predict import Measured, predicted
 from loadgen.prompts import PROMPTS
 from loadgen.rig import Rig
 
@@ -140,17 +140,17 @@ class Comparison:
         modes["sync"]["g"] = cell.block
         return {
             "pair": self._rig.pair, "rtt_ms": cell.rtt_ms, "sessions": 1, "temperature": cell.temperature,
-            "simulated": self._rig.simulated, "modes": modes, "predicted": self._predicted(cell, steps),
+            "simulated": self._rig.simulated, "modes": modes, "predicted": self._predicted(cell),
             "sync_probes_ms": {str(block): value for block, value in cell.probes.items()},
             "draft_ms_per_token": draft_ms(run for repeat in cell.runs["paceline"] for run in repeat),
             "overhead_ms_p50": system.batchers[0].overhead_ms_p50 if system.batchers else None,
             "step_ms": {str(size): steps.get(size) for size in STEP_SIZES},
         }  # fmt: skip
 
-    def _predicted(self, cell: Cell, step_ms: Mapping[int, float]) -> dict[str, float]:
+    def _predicted(self, cell: Cell) -> dict[str, float]:
         runs = {name: [run for repeat in repeats for run in repeat] for name, repeats in cell.runs.items()}
         drafted = draft_ms(runs["paceline"])
-        return predicted(runs, rtt_ms=cell.rtt_ms, block=cell.block, draft_ms=drafted, step_ms=step_ms)
+        return predicted(runs, Measured(cell.rtt_ms, draft_ms=drafted, sync_block=cell.block))
 
     async def _divergences(self, cell: Cell) -> list[dict[str, Any]]:
         """Each run whose tokens differ from those of the cloud-only mode's first repeat."""

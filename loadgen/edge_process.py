@@ -7,8 +7,23 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
-from loadgen.jobs import Command, Connect, Connected, Job, Reply, Run, Trouble, decode_reply, encode
+from loadgen.jobs import (
+    Command,
+    Connect,
+    Connected,
+    Job,
+    Recall,
+    Recalled,
+    Reply,
+    Run,
+    Trouble,
+    Wave,
+    Waved,
+    decode_reply,
+    encode,
+)
 from paceline.errors import FatalError
 from paceline.settings import Settings, child_environment
 
@@ -33,9 +48,16 @@ class EdgeProcess:
 
     async def run(self, job: Job) -> Run:
         reply = await self._ask(job, JOB_S + TOKEN_S * job.max_tokens)
-        if not isinstance(reply, Run):
-            raise FatalError(f"the edge failed: {reply.message if isinstance(reply, Trouble) else reply}")
-        return reply
+        return reply if isinstance(reply, Run) else _failed(reply)
+
+    async def recall(self, file: Path) -> int:
+        """Use this file of recorded drafts; how many guesses it holds."""
+        reply = await self._ask(Recall(str(file)), CONNECT_S)
+        return reply.guesses if isinstance(reply, Recalled) else _failed(reply)
+
+    async def wave(self, wave: Wave) -> Waved:
+        reply = await self._ask(wave, JOB_S + TOKEN_S * sum(job.max_tokens for job in wave.jobs))
+        return reply if isinstance(reply, Waved) else _failed(reply)
 
     async def close(self) -> None:
         if self._process.stdin is not None:
@@ -63,6 +85,10 @@ class EdgeProcess:
         if not line:
             raise FatalError(f"the edge process ended; its log: {self._log}")
         return decode_reply(line)
+
+
+def _failed(reply: Reply) -> NoReturn:
+    raise FatalError(f"the edge failed: {reply.message if isinstance(reply, Trouble) else reply}")
 
 
 @asynccontextmanager

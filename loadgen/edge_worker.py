@@ -18,68 +18,151 @@ from typing import BinaryIO
 import aiohttp
 
 from edge_client.api import GatewayApi
-from edge_client.client import EdgeClient, Request
+from edge_client.client import EdgeClient, EdgeSession, Request
 from edge_client.drafts import load_draft
 from edge_client.events import Committed, Finished
-from loadgen.jobs import Command, Connect, Connected, Job, Reply, Run, Trouble, decode_command, encode
+from loadgen.deepen import deepen
+from loadgen.jobs import (
+    Command,
+    Connect,
+    Connected,
+    Drafting,
+    Job,
+    Recall,
+    Recalled,
+    Reply,
+    Run,
+    Trouble,
+    Wave,
+    Waved,
+    decode_command,
+    encode,
+)
+from loadgen.pace import Pace
+from loadgen.recording import RecordedDraft, Recording
 from paceline.engine import DraftEngine, Rule
 from paceline.errors import PacelineError
 from paceline.model_card import ModelCard
 from paceline.settings import Settings
 from paceline.wire import Sampling
 
+FEW_MISSES = 0.005
+"""Share of a replayed wave's guesses that were not recorded; after more the recording is deepened."""
+MOST_DEEPER = 600
+"""Guesses that this takes at most."""
+
 
 class Worker:
-    """Holds the draft model and the link; does one job at a time."""
+    """Holds the draft model and the links; does one command at a time."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._link = AsyncExitStack()
-        self._client: EdgeClient | None = None
+        self._links = AsyncExitStack()
+        self._clients: list[EdgeClient] = []
+        self._asked: Connect | None = None
         self._engine: DraftEngine | None = None
+        self._recording = Recording()
 
     async def do(self, command: Command) -> Reply:
         try:
-            return await (self._connect(command) if isinstance(command, Connect) else self._complete(command))
+            match command:
+                case Connect():
+                    return await self._connect(command)
+                case Recall():
+                    self._recording = Recording(Path(command.file))
+                    return Recalled(len(self._recording))
+                case Wave():
+                    return await self._wave(command)
+                case Job():
+                    engine = self._drafts(command)
+                    return await self._complete(self._client(0), engine, command)
         except (PacelineError, OSError) as error:
             return Trouble(f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
-        await self._link.aclose()
+        await self._links.aclose()
         if self._engine is not None:
             await self._engine.close()
 
     async def _connect(self, asked: Connect) -> Connected:
-        await self._link.aclose()
+        await self._links.aclose()
+        self._clients, self._asked = [], asked
         card = await _card(asked)
         if self._engine is None:
             self._engine = await load_draft(card, self._settings, _say)
-        link = EdgeClient.connect(asked.url, asked.key, card=card, engine=self._engine)
-        self._client = await self._link.enter_async_context(link)
+        await self._link_up(card, 1)
         return Connected(simulated=card.simulated)
 
-    async def _complete(self, job: Job) -> Run:
-        if self._client is None or self._engine is None:
+    async def _link_up(self, card: ModelCard, links: int) -> None:
+        """As many links as that, each as an edge of its own would have it."""
+        asked = self._asked
+        if asked is None or self._engine is None:
             raise PacelineError("connect first")
-        tokens = self._client.chat([{"role": "user", "content": job.prompt}])
-        sampling = Sampling(temperature=job.temperature, min_tokens=job.min_tokens, end_ids=self._client.card.end_ids)
+        dialled = [
+            self._links.enter_async_context(EdgeClient.connect(asked.url, asked.key, card=card, engine=self._engine))
+            for _ in range(links - len(self._clients))
+        ]
+        self._clients += await asyncio.gather(*dialled)
+
+    def _client(self, number: int) -> EdgeClient:
+        if number >= len(self._clients):
+            raise PacelineError("connect first")
+        return self._clients[number]
+
+    def _drafts(self, job: Job) -> DraftEngine | None:
+        return self._engine if job.alone or job.speculation.enabled else None
+
+    async def _wave(self, wave: Wave) -> Waved:
+        """All at once; when one fails, the others are given up."""
+        await self._link_up(self._client(0).card, len(wave.jobs))
+        engine = self._source(wave)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._complete(self._client(i), self._engine if job.alone else engine, job))
+                    for i, job in enumerate(wave.jobs)
+                ]
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from errors
+        if engine is not None and wave.drafts == "replay" and engine.drafting.miss_share > FEW_MISSES:
+            await deepen(engine.live, self._recording, engine.said, MOST_DEEPER)
+        self._recording.save()
+        return Waved(tuple(task.result() for task in tasks), engine.drafting if engine else Drafting())
+
+    def _source(self, wave: Wave) -> RecordedDraft | None:
+        if wave.drafts == "none" or self._engine is None:
+            return None
+        return RecordedDraft(self._engine, self._recording, Pace(wave.pace_ms) if wave.drafts == "replay" else None)
+
+    async def _complete(self, client: EdgeClient, engine: DraftEngine | None, job: Job) -> Run:
+        tokens = client.chat([{"role": "user", "content": job.prompt}])
+        sampling = Sampling(temperature=job.temperature, min_tokens=job.min_tokens, end_ids=client.card.end_ids)
         if job.alone:
-            return await draft_alone(self._engine, tokens, sampling, job)
-        return await served(self._client, tokens, sampling, job)
+            assert engine is not None, "a link is up, so the draft model is loaded"
+            return await draft_alone(engine, tokens, sampling, job)
+        return await served(client, engine, tokens, sampling, job)
 
 
-async def served(client: EdgeClient, tokens: tuple[int, ...], sampling: Sampling, job: Job) -> Run:
-    """One session through the gateway."""
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def served(
+    client: EdgeClient, engine: DraftEngine | None, tokens: tuple[int, ...], sampling: Sampling, job: Job
+) -> Run:
+    """One session through the gateway, drafted by `engine` (None: nothing comes from here)."""
     request = Request(
         tokens=tokens, sampling=sampling, max_tokens=job.max_tokens, seed=job.seed, logprobs=job.logprobs,
         speculation=job.speculation,
     )  # fmt: skip
     started, commits, end = time.monotonic(), list[Committed](), None
-    async for event in client.generate(request):
-        if isinstance(event, Committed):
-            commits.append(event)
-        elif isinstance(event, Finished):
-            end = event
+    async with EdgeSession(client, request, client.tokenizer, engine) as session:
+        async for event in session:
+            if isinstance(event, Committed):
+                commits.append(event)
+            elif isinstance(event, Finished):
+                end = event
     if end is None or end.finish == "error":
         raise PacelineError(f"the session failed: {end.error if end else 'no end was seen'}")
     return _run(started, len(tokens), commits, end)

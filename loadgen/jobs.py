@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import Struct
 
@@ -56,14 +58,68 @@ class Run(Struct, frozen=True, tag="run"):
     logprobs: tuple[LogprobEntry, ...] = ()
 
 
+class Recall(Struct, frozen=True, tag="recall"):
+    """Use this file of recorded drafts from here on (made when missing). Answered with Recalled."""
+
+    file: str
+
+
+class Recalled(Struct, frozen=True, tag="recalled"):
+    """guesses: in the recording."""
+
+    guesses: int
+
+
+class Wave(Struct, frozen=True, tag="wave"):
+    """Completions side by side, each over a link of its own. Answered with Waved.
+
+    drafts: none come from the edge; `live` from the draft model; `replay` from the recording at `pace_ms`, the
+    milliseconds of a draft model's pass by the tokens that it feeds, as if each session had a device of its own.
+    """
+
+    jobs: tuple[Job, ...]
+    drafts: Literal["none", "live", "replay"] = "live"
+    pace_ms: dict[int, float] = {}
+
+
+class Drafting(Struct, frozen=True):
+    """What a wave asked of the draft model. guesses: in all; misses: of them not in the recording when replayed; again:
+    made live although the recording had them, `differing` of which named another token: the recorded one scored less
+    by `gap` at most (logits; they differ in the last bits with the shape of a pass). passes: (tokens fed, milliseconds)
+    of live passes that had the model to themselves."""
+
+    guesses: int = 0
+    misses: int = 0
+    again: int = 0
+    differing: int = 0
+    gap: float = 0.0
+    passes: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def miss_share(self) -> float:
+        return self.misses / self.guesses if self.guesses else 0.0
+
+
+class Waved(Struct, frozen=True, tag="waved"):
+    """runs: in the order of the jobs."""
+
+    runs: tuple[Run, ...]
+    drafting: Drafting = Drafting()
+
+    @property
+    def span_ms(self) -> float:
+        """From the request to the last token of all."""
+        return max(run.chunks[-1][0] for run in self.runs)
+
+
 class Trouble(Struct, frozen=True, tag="trouble"):
     """The job could not be done; the process lives."""
 
     message: str
 
 
-Command = Connect | Job
-Reply = Connected | Run | Trouble
+Command = Connect | Job | Recall | Wave
+Reply = Connected | Run | Recalled | Waved | Trouble
 
 
 def encode(message: Command | Reply) -> bytes:

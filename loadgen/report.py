@@ -42,7 +42,7 @@ def header(started: float) -> dict[str, Any]:
     """What every report begins with. `started` is time.time()."""
     return {
         "command": ["python", "-m", "loadgen", *sys.argv[1:]],
-        "commit": _commit(),
+        "commit": commit(),
         "machine": {
             "cpu": _cpu(),
             "cores": psutil.cpu_count(logical=True),
@@ -106,7 +106,7 @@ def _rounded(value: Any) -> Any:
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the working tree, marked when it is not clean; `unknown` outside of one."""
     root = Path(__file__).resolve().parent.parent
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]

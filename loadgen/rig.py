@@ -51,7 +51,8 @@ class Rig:
 
 @dataclass(frozen=True)
 class Cores:
-    """CPUs of the edge process and of the verifier; None: wherever the system puts them."""
+    """CPUs of the edge process, and of the verifier and the hosted drafter beside it; None: wherever the system puts
+    them."""
 
     edge: int | None
     verifier: int | None
@@ -114,5 +115,5 @@ def _options(settings: Settings, root: Path, cores: Cores, *, simulated: bool) -
     own = {"instance", "nats_url", "redis_url", "keys_file", "http_port", "health_port", "engine", "api_key"}
     values = settings.model_dump(exclude=own, exclude_none=True)
     engine = "simulated" if simulated else "llama"
-    pin = {} if cores.verifier is None else {"verifier": (cores.verifier,)}
+    pin = {} if cores.verifier is None else dict.fromkeys(("verifier", "drafter"), (cores.verifier,))
     return StackOptions(root=root, settings={**values, "engine": engine}, pin=pin)

@@ -52,3 +52,33 @@ def test_a_comparison_on_simulated_models_gives_identical_texts(tmp_path: Path) 
         assert cell["modes"]["deep"]["acceptance"] > 0
         assert cell["modes"]["cloud"]["verifier_steps_per_token"] == pytest.approx(1, abs=0.1)
         assert cell["modes"]["paceline"]["bytes_up_per_drafted_token"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_grid_measures_its_cells_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file, out = tmp_path / "grid.json", tmp_path / "out"
+    options = ["--pair", "toy", "--rtt-ms", "10", "--temperature", "0.8", "--prompts", "1", "--tokens", "12"]
+    options += ["--repeats", "1", "--modes", "cloud,colocated,deep_alt,paceline", "--json", str(file)]
+    loadgen("grid", *options, "--sessions", "1,2", timeout_s=110)
+    report = orjson.loads(file.read_bytes())
+    assert report["simulated"] is True
+    assert report["identical_text"] is True
+    assert [cell["sessions"] for cell in report["cells"]] == [1, 2]
+    for cell in report["cells"]:
+        assert set(cell["modes"]) == {"cloud", "colocated", "deep_alt", "paceline"}
+        assert cell["modes"]["colocated"]["sources"]["hosted"]["accepted"] > 0
+        assert "edge" not in cell["modes"]["colocated"]["sources"]
+        assert cell["modes"]["deep_alt"]["sources"]["edge"]["accepted"] > 0
+        assert cell["ratios"]["itl"] > 0
+    assert report["cells"][1]["replay"]["pace_ms"]
+    (check,) = report["replay_checks"]
+    assert check["identical_text"] is True
+    assert check["guesses_again"] > 0
+    assert check["differing"] == 0
+
+    again = loadgen("grid", *options, "--sessions", "1,2", "--resume", "--out", str(out), timeout_s=20)
+    assert "2 of 2 cells are there" in again
+    assert orjson.loads((out / "grid.json").read_bytes())["cells"] == report["cells"]
+    assert "## toy, 2 sessions, temperature 0.8" in (out / "grid.md").read_text()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 
 from loadgen.jobs import Run
-from loadgen.predict import acceptance, predicted, step_at
+from loadgen.predict import Measured, acceptance, held_beyond, predicted, step_at, step_curve, step_ms
 from paceline import theory
-from paceline.wire import Counters
+from paceline.wire import Counters, StepTable, VerifierStatus
 
 CURVE = {1: 25.0, 5: 50.0, 9: 75.0}
 
 
-def run(accepted: int, rejected: int, steps: int = 10, step_tokens: int = 50) -> Run:
-    counters = Counters(accepted={"edge": accepted}, rejected=rejected, steps=steps, step_tokens=step_tokens)
-    return Run(tokens=(), text="", kinds="", chunks=(), finish="length", prompt_tokens=1, counters=counters)
+def run(accepted: int, rejected: int, step: float | None = None, **values: object) -> Run:
+    """`step`: mean milliseconds of its verify steps."""
+    timed = {} if step is None else {"timed_steps": 9, "step_ms": 9 * step}
+    counters = Counters(accepted={"edge": accepted}, rejected=rejected, steps=10, step_tokens=50, **timed)
+    whole = {"tokens": (), "text": "", "kinds": "", "chunks": (), "finish": "length", "prompt_tokens": 1, **values}
+    return Run(counters=counters, **whole)  # type: ignore[arg-type]
 
 
 def test_acceptance_is_of_what_was_judged() -> None:
@@ -22,20 +25,54 @@ def test_acceptance_is_of_what_was_judged() -> None:
     assert acceptance([run(0, 0)]) is None
 
 
-def test_the_step_curve_is_linear_between_its_points_and_flat_beyond() -> None:
-    assert [step_at(CURVE, n) for n in (1, 3, 9, 40)] == [25, 37.5, 75, 75]
+def test_the_step_curve_is_linear_between_its_points_and_goes_on_beyond() -> None:
+    assert [step_at(CURVE, n) for n in (0.5, 1, 3, 9, 13)] == [25, 25, 37.5, 75, 100]
+    assert step_at({1: 20.0, 4: 18.0}, 9) == 18
     assert step_at({}, 1) is None
 
 
+def test_the_learned_curve_wins_over_single_sizes_and_counts_the_context() -> None:
+    values = {"verifier": "v", "model": "m", "fingerprint": "", "engine": "llama", "simulated": False, "state": "ready",
+              "context": 1, "cells_total": 1, "cells_used": 0, "sessions": 0, "busy": 0, "queue": 0, "steps": 0,
+              "step_tokens": 0, "step_ms": {1: 30.0}}  # fmt: skip
+    assert step_curve(VerifierStatus(**values), 100) == {1: 30}  # type: ignore[arg-type]
+    curve = StepTable(tokens=(1, 8), ms=(25.0, 60.0), context_ms=0.01)
+    assert step_curve(VerifierStatus(**values, curve=curve), 100) == {1: 26, 8: 61}  # type: ignore[arg-type]
+
+
+def test_the_step_time_is_the_mean_of_the_steps_that_read_no_prompt() -> None:
+    assert step_ms([run(3, 1, 20.0), run(3, 1, 40.0), run(3, 1)]) == 30
+    assert step_ms([run(3, 1)]) is None
+
+
 def test_predictions_are_the_closed_forms_at_the_measured_values() -> None:
-    modes = {"cloud": [run(0, 0)], "sync": [run(40, 10)], "deep": [run(40, 10)]}
-    got = predicted(modes, rtt_ms=100, block=4, draft_ms=16, step_ms=CURVE)
+    modes = {"cloud": [run(0, 0, 25)], "sync": [run(40, 10, 50)], "deep": [run(40, 10, 45)]}
+    got = predicted(modes, Measured(100, draft_ms=16, sync_block=4))
     assert got["cloud"] == 25
     assert got["sync"] == pytest.approx(theory.synchronous(0.8, 4, 16, 100, 50))
-    assert got["deep"] == pytest.approx(theory.deep(0.8, 16, 100, 50))
+    assert got["deep"] == pytest.approx(theory.deep(0.8, 16, 100, 45))
     assert got["paceline"] == 25
 
 
+def test_what_alternatives_bring_is_what_comes_sooner_than_a_draft_after_the_verdict() -> None:
+    # a mismatch at 100, three tokens of a held branch by 150 (its own end included), a fresh block at 260; one at 400
+    chunks = ((100.0, 3), (130.0, 2), (150.0, 1), (260.0, 4), (400.0, 1), (520.0, 2))
+    one = run(9, 2, chunks=chunks, kinds="eececceeebcee")
+    assert held_beyond([one], 110) == 1.5
+    assert held_beyond([one, one], 20) == 1 / 3
+    assert held_beyond([run(9, 0, chunks=((10.0, 2),), kinds="eb")], 110) == 0
+
+
+def test_alternatives_and_the_hosted_drafter_enter_with_what_was_measured_of_them() -> None:
+    chunks = ((10.0, 1), (20.0, 2), (90.0, 3), (200.0, 1))
+    modes = {"cloud": [run(0, 0, 80)], "deep": [run(80, 20, 90)], "colocated": [run(30, 10, 95)]}
+    modes["deep_alt"] = [run(40, 10, 100, chunks=chunks, kinds="eeceebe")]
+    got = predicted(modes, Measured(100, 10, 4, colocated_block=3))
+    assert got["deep_alt"] == pytest.approx(theory.deep_with_alternatives(0.8, 10, 100, 100, hit=3, branch=0))
+    assert got["colocated"] == pytest.approx(theory.colocated(0.75, 3, 4, 95))
+    assert got["paceline"] == min(got.values())
+
+
 def test_what_was_not_measured_is_left_out() -> None:
-    assert predicted({}, rtt_ms=0, block=4, draft_ms=None, step_ms={}) == {}
-    assert predicted({"deep": [run(0, 0)]}, rtt_ms=0, block=4, draft_ms=16, step_ms=CURVE) == {"cloud": 25}
+    assert predicted({}, Measured(0, sync_block=4)) == {}
+    assert predicted({"deep": [run(0, 0, 9)], "cloud": [run(0, 0, 25)]}, Measured(0, draft_ms=16)) == {"cloud": 25}

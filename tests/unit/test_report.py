@@ -13,23 +13,18 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loadgen_kit import run
 from rich.console import Console
 
 from loadgen import report
 from loadgen.compare import Plan
 from loadgen.divergence import Split, first_difference, margin
 from loadgen.figures import draft_ms, figures, gaps_ms, itl_ms, ratio
-from loadgen.jobs import Connect, Connected, Job, Run, Trouble, decode_command, decode_reply, encode
+from loadgen.jobs import Connect, Connected, Job, Trouble, decode_command, decode_reply, encode
 from loadgen.modes import CLOUD, DEEP, EDGE, PACELINE, SYNC_BLOCKS, sync
 from loadgen.prompts import PROMPTS
 from paceline.coupling import noise
 from paceline.wire import Counters, LogprobEntry
-
-
-def run(*chunks: tuple[float, int], **values: object) -> Run:
-    tokens = tuple(range(sum(count for _, count in chunks)))
-    settled = {"tokens": tokens, "text": "", "kinds": "", "finish": "length", "prompt_tokens": 5, **values}
-    return Run(chunks=chunks, **settled)  # type: ignore[arg-type]
 
 
 def test_latency_counts_tokens_and_not_chunks() -> None:
