@@ -253,7 +253,10 @@ async def test_the_status_says_what_to_do_about_a_process_that_was_given_up(tmp_
 
 
 async def test_an_interrupted_up_leaves_nothing(tmp_path: Path) -> None:
-    settings = {"PACELINE_STATE_DIR": str(tmp_path), "PACELINE_MODEL": "toy", "PACELINE_ENGINE": "simulated"}
+    settings = {
+        "PACELINE_STATE_DIR": str(tmp_path), "PACELINE_MODEL": "toy", "PACELINE_ENGINE": "simulated",
+        "PACELINE_VERIFIERS": "6",  # so that it is not up before it is interrupted
+    }  # fmt: skip
     ports = [word for name in ("nats", "redis", "http") for word in (f"--{name}-port", "0")]
     starting = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "paceline.stack", "up", *ports, env=child_environment(settings)
