@@ -6,6 +6,7 @@ Where a wave missed some, its chains are drafted on from their ends, and so are 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 
@@ -37,8 +38,8 @@ async def deepen(engine: DraftEngine, recording: Recording, said: Iterable[Said]
                         recording.keep(key_of(path, rule), guess)
                         made += 1
                         frontier += [(end, rule) for end, _ in beyond(Said(path, rule, guess), alternatives=False)]
-    except EngineError:
-        pass
+    except EngineError as error:
+        print(f"the recording is not deepened further: {error}", file=sys.stderr)
     finally:
         engine.release(SESSION)
     return made

@@ -14,7 +14,7 @@ from paceline.control import Pace
 from paceline.draft_tree import DraftTree, Node
 from paceline.wire import Bounds, Speculation
 
-DOUBTFUL = 0.5
+DOUBTFUL = 0.6
 """A main part that will be accepted as a whole less likely than this goes out without waiting for more nodes."""
 
 
