@@ -25,3 +25,21 @@ class Clock:
         while self._queue and not done():
             self.now, _, event = heapq.heappop(self._queue)
             event()
+
+
+class Alarm:
+    """Does something at the earliest of the moments that it was set to, once."""
+
+    def __init__(self, clock: Clock, ring: Callable[[], None]) -> None:
+        self._clock, self._do = clock, ring
+        self._at: float | None = None
+
+    def set(self, moment: float) -> None:
+        if self._at is None or moment < self._at:
+            self._at = moment
+            self._clock.at(moment, self._ring)
+
+    def _ring(self) -> None:
+        if self._at is not None and self._clock.now >= self._at:
+            self._at = None
+            self._do()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.batch_choice import Chosen, Share, Want, choose
 from paceline.fill_rule import Arrivals, worth_of_filling
-from paceline.fleet_clock import Clock
+from paceline.fleet_clock import Alarm, Clock
 from paceline.fleet_traces import Course
 from paceline.going_rate import GoingRate
 from paceline.price import Price
@@ -100,7 +100,7 @@ class Cloud:
         self._step_tokens, self._patience_s = step_tokens, patience_s
         self._busy = False
         self._number = 0
-        self._wakes_at: float | None = None
+        self._alarm = Alarm(clock, self.run)
         for rows in (*LADDER, *LADDER):
             self.curve.learn(rows, rows, 1000 * step_s(rows, rows, rows))
 
@@ -288,20 +288,10 @@ class Cloud:
         now = self._clock.now
         pauses = [self._pause(live, now) for live in self.lives if live.session.finish is None]
         if pauses:
-            self._wake_at(now + max(MOMENT_S, min(pauses)))
+            self._alarm.set(now + max(MOMENT_S, min(pauses)))
 
     def _pause(self, live: Live, now: float) -> float:
         if live.speculation.fill:
             until = max(SOON_S, live.arrivals.next_in(now) or 0.0)
             return until if self._patience_s is None else min(until, live.starved + self._patience_s - now)
         return live.starved + 3 * live.round_trip_s + PATIENCE_S - now
-
-    def _wake_at(self, moment: float) -> None:
-        if self._wakes_at is None or moment < self._wakes_at:
-            self._wakes_at = moment
-            self._clock.at(moment, self._wake)
-
-    def _wake(self) -> None:
-        if self._wakes_at is not None and self._clock.now >= self._wakes_at:
-            self._wakes_at = None
-            self.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.draft_state import DraftState
-from paceline.fleet_clock import Clock
+from paceline.fleet_clock import Alarm, Clock
 from paceline.fleet_hardware import Edge
 from paceline.fleet_traces import Course
 from paceline.wire import DraftBlock, Verdict
@@ -25,7 +25,7 @@ class EdgeSide:
         self.rows = 0
         self._clock, self._course, self._edge, self._send = clock, course, edge, send
         self._drafting = False
-        self._wakes_at: float | None = None
+        self._alarm = Alarm(clock, self.pump)
 
     def pump(self) -> None:
         """Send what is due, draft what is wanted, and come back when something may be due."""
@@ -38,21 +38,11 @@ class EdgeSide:
             self._draft()
         pause = self.state.next_due(now)
         if pause is not None:
-            self._wake_at(now + pause + _SOON_S)
+            self._alarm.set(now + pause + _SOON_S)
 
     def on_verdict(self, verdict: Verdict) -> None:
         self.state.on_verdict(verdict, self._clock.now)
         self.pump()
-
-    def _wake_at(self, moment: float) -> None:
-        if self._wakes_at is None or moment < self._wakes_at:
-            self._wakes_at = moment
-            self._clock.at(moment, self._wake)
-
-    def _wake(self) -> None:
-        if self._wakes_at is not None and self._clock.now >= self._wakes_at:
-            self._wakes_at = None
-            self.pump()
 
     def _draft(self) -> None:
         wanted = self.state.next_pass(self._clock.now, self._edge.paths)
