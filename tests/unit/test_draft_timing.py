@@ -69,6 +69,8 @@ def test_the_window_covers_the_round_trip():
     assert pace.round_trip_s == pytest.approx(0.1, abs=0.01)
     assert pace.draft_s == pytest.approx(MACHINE.draft_s)
     assert 7 + 8 <= pace.window <= 8 + 9
+    assert simulation.session.counters.duplicate == 0
+    assert (simulation.state.counts.resends, simulation.state.counts.incarnations) == (0, 1)
 
 
 def test_a_pass_costs_what_its_rows_were_measured_to():
