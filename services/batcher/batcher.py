@@ -43,6 +43,9 @@ TICK_S = 0.1
 HEARTBEAT_S = 1.0
 """A live session without a verdict for this long gets an empty one: its follower knows that all is well."""
 STATUS_S = 1.0
+FIRST_WORD_S = 1.5
+"""How long a new batcher listens for a verifier before it tells of itself: they speak once a second, and a gateway
+that heard both sends sessions at once."""
 STRANDED_S = 60.0
 """A session that no verifier serves for this long ends with an error."""
 REST_S = 1.0
@@ -79,6 +82,7 @@ class Batcher:
             surplus=self.partitions.surplus,
         )
         self._announcing = False
+        self._serves = asyncio.Event()
 
     def _go(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         self._service.spawn(coroutine, name)
@@ -122,6 +126,8 @@ class Batcher:
         served = self.directory.serves(status.verifier, now)
         if self.directory.hear(status, now):
             self.dispatcher.restarted(status.verifier)
+        if self.directory.serves(status.verifier, now):
+            self._serves.set()
         if served != self.directory.serves(status.verifier, now):
             self.placement.settle(now)
             self.dispatcher.kick()
@@ -177,6 +183,8 @@ class Batcher:
             self._announcing = False
 
     async def _report(self) -> None:
+        if not self.directory.serving(time.monotonic()):
+            await self.next_verifier(FIRST_WORD_S)
         while True:
             status = self.reporting.status(self.table)
             with contextlib.suppress(BusError):  # the next one comes in a second
@@ -262,6 +270,12 @@ class Batcher:
         if self.table.get(live.id) is live:
             self.reporting.ended(live)
             self.table.remove(live)
+
+    async def next_verifier(self, limit_s: float) -> None:
+        self._serves.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._serves.wait()
 
     # --- facts for the status ---
 

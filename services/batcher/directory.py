@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from paceline.wire import DrafterStatus, PolicyDecision, VerifierStatus
 
 FRESH_S = 3.0
 """A verifier whose last status is older than this counts as away."""
+EXPECTED_S = 10.0
+"""A verifier that served less than this ago may be back in a moment."""
 SETTLE_S = 3.0
 """After the bus came back, others may still be coming back: a verifier that does not answer is not away yet."""
 
@@ -43,6 +46,7 @@ class Directory:
         self._known: dict[str, Known] = {}
         self._drafters: dict[str, tuple[DrafterStatus, float]] = {}
         self._settling_until = 0.0
+        self._served = -math.inf
         self.policy: PolicyDecision | None = None
 
     @property
@@ -60,6 +64,8 @@ class Directory:
         same = before is not None and before.status.curve == status.curve
         times = before.times if before is not None and same else StepTimes.of(status.curve)
         self._known[status.verifier] = Known(status, now, times)
+        if self.serves(status.verifier, now):
+            self._served = now
         return before is not None and (
             status.steps < before.status.steps or (status.state == "loading" and before.status.state != "loading")
         )
@@ -113,6 +119,10 @@ class Directory:
             and known.status.state in ("ready", "draining")
             and known.status.fingerprint == self._fingerprint
         )
+
+    def expects(self, now: float) -> bool:
+        """Is it likely that a verifier serves in a moment, where none does now?"""
+        return now - self._served <= EXPECTED_S
 
     def serving(self, now: float) -> list[str]:
         return [name for name in self._known if self.serves(name, now)]

@@ -54,6 +54,9 @@ REMEMBERED = 1024
 LOOK_AGAIN_S = 1.0
 """A session that we do not know is looked for in the store at most this often."""
 
+VERIFIER_WAIT_S = 2.0
+"""A verifier that was heard of lately may be held up, or this process was. Within the gateway's own patience."""
+
 Work = Callable[[], Awaitable[wire.Message | None]]
 
 
@@ -73,6 +76,9 @@ class House(Protocol):
     def cancel(self, live: Live) -> None: ...
 
     def kick(self) -> None: ...
+
+    async def next_verifier(self, limit_s: float) -> None:
+        """Until a serving verifier tells of itself, for `limit_s` seconds at most."""
 
 
 class Reception:
@@ -141,16 +147,21 @@ class Reception:
             return answer_to(known.session.record, known.session.connection, known.durable)
         if len(house.table) + len(self._opening) >= MAX_SESSIONS:
             raise Overloaded(f"this batcher holds {MAX_SESSIONS} sessions, its bound", code="too_many_sessions")
-        admitted, max_tokens = admit(opened, self._limits())
         self._opening.add(opened.session)
         try:
+            admitted, max_tokens = admit(opened, await self._limits())
             return await self._create(admitted, max_tokens, partition, headers)
         finally:
             self._opening.discard(opened.session)
             self._closed_early.discard(opened.session)
 
-    def _limits(self) -> Limits:
-        room = self._house.directory.room(time.monotonic())
+    async def _limits(self) -> Limits:
+        """What a session may have here. Raises Unavailable when no verifier serves, nor does one come back within
+        VERIFIER_WAIT_S."""
+        directory = self._house.directory
+        if directory.room(now := time.monotonic()) is None and directory.expects(now):
+            await self._house.next_verifier(VERIFIER_WAIT_S)
+        room = directory.room(time.monotonic())
         if room is None:
             raise Unavailable(f"no verifier is ready for the model {self._card.model!r}", code="verifier_unavailable")
         card = self._card

@@ -94,6 +94,31 @@ async def test_no_verifier_is_a_quick_503() -> None:
         assert time.monotonic() - started < 1
 
 
+async def test_an_opening_waits_for_a_verifier_that_was_there_a_moment_ago() -> None:
+    async with stack() as made:
+        made.batcher.directory.lose("v1")  # until its next status, within a second
+        client = await made.client().open()
+        assert await client.done() == client.expected()
+
+
+async def test_a_new_batcher_tells_of_itself_once_it_knows_a_verifier() -> None:
+    """What a gateway takes for readiness: statuses of both."""
+    async with stack(verifiers=0) as made:
+        served = []
+
+        async def told(received: Received) -> None:
+            status = received.message
+            assert isinstance(status, BatcherStatus)
+            if status.batcher == "second":
+                served.append(another.directory.serving(time.monotonic()))
+
+        await made.bus.subscribe(subjects.BATCHER_STATUS.at(model=CARD.model), told, BatcherStatus)
+        another = await made.another("second")
+        await made.verifier()
+        await soon(lambda: bool(served))
+        assert served[0] == ["v1"]
+
+
 async def test_no_store_is_a_503_within_a_second() -> None:
     async with stack() as made:
         made.store.away = True
