@@ -96,7 +96,9 @@ def choose(
     """The next step for one verifier. At least one want always gets in.
 
     going_rate: tokens per ms that the verifier's time earns as a whole (going_rate.GoingRate). Where that is less than
-    what the best step earns, there are bubbles that nothing fills, and a row may take time that is worth no more.
+    what the best step earns, there are bubbles that nothing fills, and a row may take time that is worth no more. While
+    history is fed there are none: time spent on drafts keeps those who are being read from decoding, so it is worth at
+    least what plain decoding of all would earn.
 
     Deciding rows come first, one each, in fair order. A want that is worth less than 1 and is no `must` joins if its
     worth is at least what its time would earn for the others; alone it always joins."""
@@ -207,9 +209,13 @@ class _Earnings:
     def __init__(self, base: _Base, extra: _Extra, times: StepTimes | None) -> None:
         self.rates: Floats = np.zeros(1)
         self._base, self._times = base, times
+        self._least = 0.0
         self._context = base.context + _sums(extra.context)
         if times is None:
             return
+        if base.history:
+            wants = len(extra.names)
+            self._least = wants / times.at(wants, base.context)
         n = np.arange(len(extra.values) + 1)
         sunk = times.at(base.rows + base.history) - times.at(base.rows) if base.history else 0.0
         spent = times.over((base.rows + base.history + n).astype(np.float64), self._context) - sunk
@@ -221,7 +227,7 @@ class _Earnings:
         """Tokens by values beyond what the time would earn at the going rate, or at that of the best step."""
         best = float(self.rates.max())
         rate = best if going_rate is None else min(best, going_rate)
-        return self._values - rate * self._spent
+        return self._values - max(rate, self._least) * self._spent
 
     def rate(self, n: int) -> float:
         return float(self._tokens[n]) if self._times else 0.0
@@ -234,7 +240,7 @@ class _Earnings:
         if self._times is None:
             return 0.0
         marginal = self._times.at(self._rows(n) + 1) - self._times.at(self._rows(n))
-        return min(1.0, max(self.rate(n) * marginal, refused))
+        return min(1.0, max(max(self.rate(n), self._least) * marginal, refused))
 
     def _rows(self, n: int) -> int:
         return self._base.rows + self._base.history + n

@@ -243,6 +243,21 @@ def test_feeding_history_does_not_make_poor_drafts_pay() -> None:
 # --- plain steps that could wait ---
 
 
+def test_while_others_are_read_drafts_are_measured_against_what_all_would_earn() -> None:
+    """The first of many sessions that decodes does not lengthen the steps that read the others' prompts."""
+    first = Want("first", "t", chain=(0.9, 0.8, 0.7), context=40)
+    others = [Want(f"s{number}", "t", missing=40, context=40) for number in range(15)]
+    limits = {"step_tokens": 256, "chunk_tokens": 80}
+
+    def drafts(times: StepTimes, going_rate: float | None = None) -> int:
+        chosen = choose([first, *others], times=times, going_rate=going_rate, **limits)
+        return next(share.draft for share in chosen.shares if share.session == "first")
+
+    assert choose([first], times=CPU, **limits).shares[0].draft > 0
+    assert drafts(CPU) == drafts(CPU, going_rate=0.01) == 0
+    assert drafts(GPU) == 3
+
+
 def test_a_plain_step_that_could_wait_joins_where_it_earns_its_time() -> None:
     """Beside one other the second row costs 14 of 48 ms: .41 of a token."""
     for worth, joins in ((0.3, False), (0.5, True)):
