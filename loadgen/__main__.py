@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from loadgen import report
 from loadgen.compare import Comparison, Plan
 from loadgen.demo import demo as run_demo
-from loadgen.grid_cli import grid
+from loadgen.grid_cli import SetName, grid
 from loadgen.modes import SYNC_BLOCKS
-from loadgen.prompts import PROMPTS
+from loadgen.prompts import EVERYDAY, prompt_set
 from loadgen.relay import Link, Relay
 from loadgen.rig import rig
 from loadgen.simulate_cli import simulate_fleet
@@ -26,6 +26,8 @@ from paceline.errors import PacelineError
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Workloads, WAN emulation, baselines and reports.")
 app.command()(grid)
 app.command("simulate")(simulate_fleet)
+COMPARED = 8
+"""Prompts, where no number is asked for."""
 Pair = Annotated[str, typer.Option(help="Model pair of the catalog.")]
 
 
@@ -41,7 +43,8 @@ def compare(  # noqa: PLR0917 (each is an option)
     pair: Pair = "smollm2",
     rtt_ms: Annotated[str, typer.Option(help="Round trips in milliseconds, separated by commas.")] = "0,60,100",
     temperature: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0",
-    prompts: Annotated[int, typer.Option(min=1, max=len(PROMPTS))] = 8,
+    prompts: Annotated[int | None, typer.Option(min=1, show_default=f"{COMPARED}, or all if fewer")] = None,
+    prompts_of: SetName = EVERYDAY.name,
     tokens: Annotated[int, typer.Option(min=2, help="Length of every answer.")] = 96,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     blocks: Annotated[str, typer.Option(help="Block lengths tried for sync.")] = ",".join(map(str, SYNC_BLOCKS)),
@@ -49,7 +52,11 @@ def compare(  # noqa: PLR0917 (each is an option)
 ) -> None:
     """Cloud-only, synchronous, deep and Paceline on one stack of its own, interleaved in one run."""
     lengths = tuple(int(block) for block in _numbers(blocks))
-    plan = Plan(_numbers(rtt_ms), _numbers(temperature), PROMPTS[:prompts], tokens, repeats, blocks=lengths)
+    chosen = prompt_set(prompts_of)
+    texts = chosen.texts[: chosen.count(prompts, COMPARED)]
+    plan = Plan(
+        _numbers(rtt_ms), _numbers(temperature), texts, tokens, repeats, blocks=lengths, prompt_set=chosen.name
+    )  # fmt: skip
     raise typer.Exit(asyncio.run(_compare(pair, plan, json)))
 
 
@@ -72,9 +79,9 @@ async def _compare(pair: str, plan: Plan, file: Path | None) -> int:
 
 
 @app.command()
-def demo(pair: Pair = "smollm2") -> None:
+def demo(pair: Pair = "smollm2", prompts_of: SetName = EVERYDAY.name) -> None:
     """The whole line on this machine over a 60 ms link: an answer, then a table."""
-    raise typer.Exit(asyncio.run(run_demo(pair, Console())))
+    raise typer.Exit(asyncio.run(run_demo(pair, Console(), prompt_set(prompts_of))))
 
 
 @app.command()

@@ -20,7 +20,7 @@ from loadgen.figures import draft_ms, figures, itl_ms
 from loadgen.jobs import Job, Run
 from loadgen.modes import CLOUD, DEEP, EDGE, PACELINE, SYNC_BLOCKS, Mode, sync
 from loadgen.predict import Measured, predicted
-from loadgen.prompts import PROMPTS
+from loadgen.prompts import EVERYDAY, PROMPTS
 from loadgen.rig import Rig
 
 PROBE_PROMPTS = 2
@@ -31,7 +31,7 @@ STEP_SIZES = (1, 4, 8)
 @dataclass(frozen=True)
 class Plan:
     """tokens: completion length of every run. blocks: lengths tried for the synchronous baseline. deep, edge: measure
-    the deep window without filling, and the draft model alone."""
+    the deep window without filling, and the draft model alone. prompt_set: what the prompts are the first of."""
 
     rtts_ms: tuple[float, ...] = (0.0, 60.0, 100.0)
     temperatures: tuple[float, ...] = (0.0,)
@@ -42,6 +42,7 @@ class Plan:
     blocks: tuple[int, ...] = SYNC_BLOCKS
     deep: bool = True
     edge: bool = True
+    prompt_set: str = EVERYDAY.name
 
     @property
     def runs(self) -> int:
@@ -95,8 +96,11 @@ class Comparison:
                 cell = await self._measure(rtt_ms, temperature)
                 cells.append(await self._summary(cell))
                 splits += await self._divergences(cell)
-        top = {"simulated": self._rig.simulated, "identical_text": not splits, "divergences": splits, "cells": cells}
-        return {**report.header(started), **top}
+        return {
+            **report.header(started), "simulated": self._rig.simulated,
+            "prompts": len(self._plan.prompts), "prompt_set": self._plan.prompt_set,
+            "identical_text": not splits, "divergences": splits, "cells": cells,
+        }  # fmt: skip
 
     async def _measure(self, rtt_ms: float, temperature: float) -> Cell:
         block, probes = await self._best_block(temperature)

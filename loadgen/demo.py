@@ -6,10 +6,11 @@ import asyncio
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 
 from loadgen import report
 from loadgen.compare import Comparison, Plan
-from loadgen.prompts import PROMPTS
+from loadgen.prompts import EVERYDAY, PromptSet
 from loadgen.rig import Rig, rig
 from paceline.errors import FatalError
 from paceline.settings import Settings, child_environment
@@ -17,6 +18,8 @@ from paceline.settings import Settings, child_environment
 RTT_MS = 60.0
 TOKENS = 96
 BLOCK = 6
+TABLED = 2
+"""Prompts of the table."""
 ANSWER_S = 300.0
 MODES = ("cloud", "sync", "deep", "paceline")
 READING = "acceptance: accepted / verified drafts. tokens/step: tokens a verifier step brings."
@@ -29,20 +32,21 @@ SMALL = (
 SELF_DRAFTING = ("smollm2", "smollm2-hi")
 
 
-async def demo(pair: str, console: Console) -> int:
-    """The exit code: 0 when the answer was streamed and the texts agree, or differ at near ties only."""
+async def demo(pair: str, console: Console, prompts: PromptSet = EVERYDAY) -> int:
+    """The exit code: 0 when the answer (to the first prompt) was streamed and the texts agree, or differ at near ties
+    only."""
     with console.status("one moment") as status:
         async with rig(pair, lambda text: console.print(text, style="dim"), rtt_ms=RTT_MS) as standing:
             status.stop()
-            await _stream(standing, console)
-            return await _table(standing, console)
+            await _stream(standing, console, prompts.text(0))
+            return await _table(standing, console, prompts)
 
 
-async def _stream(standing: Rig, console: Console) -> None:
+async def _stream(standing: Rig, console: Console, prompt: str) -> None:
     """Run `paceline run` as a user would, over the relay."""
-    arguments = ["run", PROMPTS[0], "--max-tokens", str(TOKENS), "--show-drafts", "--stats"]
+    arguments = ["run", "--max-tokens", str(TOKENS), "--show-drafts", "--stats", "--", prompt]
     console.print(f"[dim]the edge client, {RTT_MS:.0f} ms of round trip away:[/dim]\n")
-    console.print(f'[bold]$ paceline run[/bold] "{PROMPTS[0]}" --show-drafts\n', highlight=False)
+    console.print(f'[bold]$ paceline run[/bold] "{escape(brief(prompt))}" --show-drafts\n', highlight=False)
     settings = Settings.load(gateway_url=standing.far_url, api_key=standing.stack.key, model=standing.pair)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "edge_client", *arguments, env=child_environment(settings.environment(), **_terminal())
@@ -53,6 +57,12 @@ async def _stream(standing: Rig, console: Console) -> None:
         raise FatalError(f"the edge client ended with code {code}")
 
 
+def brief(prompt: str) -> str:
+    """Its first line, and a sign that there are more."""
+    first, *more = prompt.splitlines()
+    return f"{first} ..." if more else first
+
+
 def _terminal() -> dict[str, str]:
     """What the child needs to know of the terminal to colour its output."""
     console = Console()
@@ -60,8 +70,11 @@ def _terminal() -> dict[str, str]:
     return {**size, "TERM": "xterm-256color"} if console.is_terminal else size
 
 
-async def _table(standing: Rig, console: Console) -> int:
-    plan = Plan(rtts_ms=(RTT_MS,), prompts=PROMPTS[:2], tokens=TOKENS, repeats=1, blocks=(BLOCK,), edge=False)
+async def _table(standing: Rig, console: Console, prompts: PromptSet) -> int:
+    texts = prompts.texts[:TABLED]
+    plan = Plan(
+        rtts_ms=(RTT_MS,), prompts=texts, tokens=TOKENS, repeats=1, blocks=(BLOCK,), edge=False, prompt_set=prompts.name
+    )  # fmt: skip
     console.print("\n[dim]the same prompts, decoded in four ways[/dim]")
     with console.status("") as status:
         result = await Comparison(standing, plan, status.update).report()

@@ -18,10 +18,11 @@ from loadgen import report
 from loadgen.divergence import TOP, Split, first_difference, margin
 from loadgen.grid_figures import CellRuns, ModeRuns, Surroundings, probe_ms
 from loadgen.grid_plan import BLOCKS, PROBE_TOKENS, WARM_UP_TOKENS, Place, Terms
-from loadgen.jobs import Run, Wave, Waved
+from loadgen.jobs import Job, Run, Wave, Waved
 from loadgen.modes import CLOUD, Mode, colocated, sync
 from loadgen.pace import Pace
 from loadgen.predict import step_curve
+from loadgen.prompts import EVERYDAY, PromptSet
 from loadgen.rig import Rig
 
 MOST_MISSES = 0.01
@@ -51,10 +52,10 @@ class _Measuring:
 
 class CellMeter:
     """Measures cells on a rig whose edge has a recording. `pace`: of replayed drafts. `tick` is called after every wave
-    with a word about it."""
+    with a word about it. `prompts`: the set that `terms` name."""
 
-    def __init__(self, rig: Rig, terms: Terms, pace: Pace | None, tick: Tick) -> None:
-        self._rig, self._terms, self._pace, self._tick = rig, terms, pace, tick
+    def __init__(self, rig: Rig, terms: Terms, pace: Pace | None, tick: Tick, prompts: PromptSet = EVERYDAY) -> None:
+        self._rig, self._terms, self._pace, self._tick, self._prompts = rig, terms, pace, tick, prompts
 
     async def measure(self, place: Place) -> CellRuns:
         """The link is set to the cell's round trip first."""
@@ -117,13 +118,16 @@ class CellMeter:
         return wave, tries
 
     async def _once(self, place: Place, mode: Mode, numbers: range, tokens: int) -> Waved:
-        jobs = tuple(self._terms.job(number, mode, place.temperature, tokens) for number in numbers)
+        jobs = tuple(self._job(number, mode, place, tokens) for number in numbers)
         if not mode.drafts:
             return await self._rig.edge.wave(Wave(jobs, "none"))
         if place.sessions == 1:
             return await self._rig.edge.wave(Wave(jobs, "live"))
         assert self._pace is not None, "several sessions replay at a pace"
         return await self._rig.edge.wave(Wave(jobs, "replay", dict(self._pace.ms)))
+
+    def _job(self, number: int, mode: Mode, place: Place, tokens: int) -> Job:
+        return self._terms.job(number, mode, place.temperature, tokens, self._prompts)
 
     async def _around(self, place: Place) -> Surroundings:
         await asyncio.sleep(STATUS_S)
@@ -140,8 +144,7 @@ class CellMeter:
 
     async def _context(self, place: Place) -> float:
         """Tokens of KV that a session holds, half way through its answer."""
-        job = self._terms.job(0, CLOUD, place.temperature, 1)
-        run = await self._rig.edge.run(job)
+        run = await self._rig.edge.run(self._job(0, CLOUD, place, 1))
         return run.prompt_tokens + self._terms.tokens / 2
 
     # --- texts -------------------------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ class CellMeter:
 
     async def _margin(self, place: Place, split: Split, prompt: int) -> float | None:
         """Ask the target for its log-probabilities at the split."""
-        job = self._terms.job(prompt, CLOUD, place.temperature, split.position + 1)
+        job = self._job(prompt, CLOUD, place, split.position + 1)
         run = await self._rig.edge.run(structs.replace(job, logprobs=TOP))
         if len(run.logprobs) <= split.position:
             return None

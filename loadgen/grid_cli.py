@@ -20,11 +20,20 @@ from loadgen.grid_file import GridFile
 from loadgen.grid_markdown import markdown
 from loadgen.grid_plan import ALL_MODES, GridPlan, Place, Terms
 from loadgen.pace import Pace
+from loadgen.prompts import BUILT_IN, EVERYDAY, PromptSet, prompt_set
 from loadgen.replay_check import check_replay, pace_of, verdict
 from loadgen.rig import Rig, rig
 from paceline.errors import FatalError
 
 TERMS = Terms()
+SetName = Annotated[
+    str,
+    typer.Option(
+        "--prompt-set",
+        metavar=f"{'|'.join(BUILT_IN)}|FILE",
+        help="The prompts to take the first of; FILE: a UTF-8 text file, prompts separated by blank lines.",
+    ),
+]
 
 
 def grid(  # noqa: PLR0917 (each is an option)
@@ -33,7 +42,11 @@ def grid(  # noqa: PLR0917 (each is an option)
     rtt_ms: Annotated[str, typer.Option(help="Round trips in milliseconds.")] = "0,20,60,100,200,300",
     sessions: Annotated[str, typer.Option(help="Sessions at once.")] = "1,4,16",
     temperature: Annotated[str, typer.Option(help="Temperatures.")] = "0,0.8",
-    prompts: Annotated[int, typer.Option(min=1, help="At least; one for each session.")] = TERMS.prompts,
+    prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="At least; one for each session.", show_default=f"{TERMS.prompts}, or all if fewer"),
+    ] = None,
+    prompts_of: SetName = EVERYDAY.name,
     tokens: Annotated[int, typer.Option(min=4, help="Length of every answer.")] = TERMS.tokens,
     repeats: Annotated[int, typer.Option(min=1)] = TERMS.repeats,
     modes: Annotated[str, typer.Option(help="Modes to measure.")] = ",".join(ALL_MODES),
@@ -50,24 +63,26 @@ def grid(  # noqa: PLR0917 (each is an option)
     if out is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("plots need matplotlib: pip install 'paceline[bench]'", param_hint="--out")
     pairs = _words(",".join(pair or ["smollm2"]))
-    terms = Terms(prompts, tokens, repeats, modes=_modes(modes), draft_ms=draft_ms or None)
+    chosen = prompt_set(prompts_of)
+    count = chosen.count(prompts, TERMS.prompts)
+    terms = Terms(count, chosen.name, tokens, repeats, modes=_modes(modes), draft_ms=draft_ms or None)
     if quick:
         short = grid_plan.QUICK
-        terms = structs.replace(terms, prompts=short.prompts, tokens=short.tokens, repeats=short.repeats)
+        few = chosen.count(None, short.prompts)
+        terms = structs.replace(terms, prompts=few, tokens=short.tokens, repeats=short.repeats)
         plan = grid_plan.quick(pairs, terms)
     else:
         crowds = [_crowd(number) for number in _numbers(sessions)]
         plan = grid_plan.full(pairs, _numbers(rtt_ms), crowds, _numbers(temperature), terms)
-    raise typer.Exit(asyncio.run(GridRun(GridFile.open(json, terms, resume=resume), Console()).run(
-        plan, again=again, only_check=check, out=out
-    )))  # fmt: skip
+    made = GridRun(GridFile.open(json, terms, resume=resume), Console(), chosen)
+    raise typer.Exit(asyncio.run(made.run(plan, again=again, only_check=check, out=out)))
 
 
 class GridRun:
-    """Fills a GridFile with the cells of a plan."""
+    """Fills a GridFile with the cells of a plan. `prompts`: the set that the file's terms name."""
 
-    def __init__(self, file: GridFile, console: Console) -> None:
-        self._file, self._console = file, console
+    def __init__(self, file: GridFile, console: Console, prompts: PromptSet = EVERYDAY) -> None:
+        self._file, self._console, self._prompts = file, console, prompts
         self._failed: list[str] = []
 
     async def run(self, plan: GridPlan, *, again: bool, only_check: bool, out: Path | None) -> int:
@@ -95,7 +110,7 @@ class GridRun:
                 async with rig(pair, self._say) as standing:
                     await standing.edge.recall(self._file.drafts(pair).resolve())
                     pace = await self._pace(standing, only_check or any(place.sessions > 1 for place in places))
-                    meter = CellMeter(standing, self._file.terms, pace, tick)
+                    meter = CellMeter(standing, self._file.terms, pace, tick, self._prompts)
                     while places:
                         await self._cell(meter, places.pop(0))
                 return
@@ -111,7 +126,7 @@ class GridRun:
             return None
         known = pace_of(self._file.replay_checks, standing.pair)
         if known is None:
-            check = await check_replay(standing, self._file.terms)
+            check = await check_replay(standing, self._file.terms, prompts=self._prompts)
             self._file.checked(check)
             self._console.print(verdict(check), highlight=False)
             known = pace_of([check], standing.pair)

@@ -8,6 +8,7 @@ from typing import Any
 
 from loadgen.grid_figures import crossing
 from loadgen.grid_plan import ALL_MODES
+from loadgen.prompts import EVERYDAY
 
 Cell = Mapping[str, Any]
 
@@ -47,10 +48,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _head(report: Mapping[str, Any]) -> str:
     machine, terms = report["machine"], report["terms"]
+    prompts = f"{terms['prompts']} prompts of the set `{terms.get('prompt_set', EVERYDAY.name)}`"
     simulated = " **The engine was simulated: no time here is a model's.**" if report["simulated"] else ""
     return (
         f"# Grid\n\nCommit {report['commit']}, {report['started']}, {machine['cores']} x {machine['cpu']}, "
-        f"{machine['memory_gib']} GiB; {terms['prompts']} prompts (one a session where there are more) x "
+        f"{machine['memory_gib']} GiB; {prompts} (one a session where there are more) x "
         f"{terms['tokens']} tokens, {terms['repeats']} interleaved repeats.{simulated} "
         f"{_texts(report['divergences'])}\n\n"
         "Milliseconds a token, the median of the repeats; in brackets what the theory expects from quantities "

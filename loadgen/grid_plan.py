@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from loadgen.jobs import Job
 from loadgen.modes import CLOUD, DEEP, DEEP_ALT, EDGE, PACELINE, Mode, colocated, sync
-from loadgen.prompts import PROMPTS
+from loadgen.prompts import EVERYDAY, PromptSet
 
 ALL_MODES = ("cloud", "colocated", "sync", "deep", "deep_alt", "edge", "paceline")
 BASELINES = ("cloud", "colocated", "sync")
@@ -57,11 +57,12 @@ class Place:
 class Terms(Struct, frozen=True):
     """How every cell of one report is measured: cells measured on other terms do not belong beside each other.
 
-    prompts: at least, and one for each session at once. draft_ms: the pace of replayed drafts, one token; None: as
-    the draft model ran here.
+    prompts: of the set named prompt_set, at least, and one for each session at once. draft_ms: the pace of replayed
+    drafts, one token; None: as the draft model ran here.
     """
 
     prompts: int = 4
+    prompt_set: str = EVERYDAY.name
     tokens: int = 48
     repeats: int = 3
     seed: int = 1
@@ -85,11 +86,12 @@ class Terms(Struct, frozen=True):
         few = max(1, min(PROBE_PROMPTS, self.prompts // 2))
         return self.waves(sessions)[: few if sessions == 1 else 1]
 
-    def job(self, number: int, mode: Mode, temperature: float, tokens: int) -> Job:
+    def job(self, number: int, mode: Mode, temperature: float, tokens: int, prompts: PromptSet = EVERYDAY) -> Job:
         """Job `number` (prompts repeat under other seeds) with `tokens` of its answer. The end is barred for the
         whole length, whatever `tokens` is: so the choices, and recorded drafts, are the same."""
+        assert prompts.name == self.prompt_set, f"the report is of {self.prompt_set}, not of {prompts.name}"
         return Job(
-            prompt=PROMPTS[number % len(PROMPTS)], max_tokens=tokens, min_tokens=self.tokens, temperature=temperature,
+            prompt=prompts.text(number), max_tokens=tokens, min_tokens=self.tokens, temperature=temperature,
             seed=self.seed + number, speculation=mode.speculation, alone=mode.alone,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ from loadgen.grid_plan import Terms
 from loadgen.jobs import Drafting, Job, Run, Wave, Waved
 from loadgen.modes import DEEP_ALT
 from loadgen.pace import Pace
+from loadgen.prompts import EVERYDAY, PromptSet
 from loadgen.rig import Rig
 from paceline.errors import FatalError
 
@@ -28,10 +29,13 @@ MAX_REPLAYS = 3
 missing, as often as that."""
 
 
-async def check_replay(rig: Rig, terms: Terms, pace: Pace | None = None) -> dict[str, Any]:
-    """Over RTT_MS of round trip, with the edge's present recording. `pace`: an earlier one, to be kept."""
+async def check_replay(
+    rig: Rig, terms: Terms, pace: Pace | None = None, *, prompts: PromptSet = EVERYDAY
+) -> dict[str, Any]:
+    """Over RTT_MS of round trip, with the edge's present recording. `pace`: an earlier one, to be kept. `prompts`: the
+    set that `terms` name."""
     await rig.at_distance(RTT_MS)
-    jobs = [terms.job(i, DEEP_ALT, TEMPERATURES[i % len(TEMPERATURES)], terms.tokens) for i in range(PROMPTS)]
+    jobs = [terms.job(i, DEEP_ALT, TEMPERATURES[i % len(TEMPERATURES)], terms.tokens, prompts) for i in range(PROMPTS)]
     live = [await rig.edge.wave(Wave((job,))) for job in jobs]
     again = [await rig.edge.wave(Wave((job,))) for job in jobs]
     learned = pace or Pace.learned(one for wave in [*live, *again] for one in wave.drafting.passes)

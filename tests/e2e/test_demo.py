@@ -45,6 +45,7 @@ def test_a_comparison_on_simulated_models_gives_identical_texts(tmp_path: Path) 
     assert report["simulated"] is True
     assert report["identical_text"] is True
     assert report["divergences"] == []
+    assert (report["prompts"], report["prompt_set"]) == (2, "everyday")
     assert [cell["temperature"] for cell in report["cells"]] == [0, 0.8]
     for cell in report["cells"]:
         assert set(cell["modes"]) == {"cloud", "sync", "deep", "paceline", "edge"}

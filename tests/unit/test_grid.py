@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 import pytest
-from loadgen_kit import run
+from loadgen_kit import FakeEdge, FakeRig, paced
 from rich.console import Console
 
 from loadgen import grid as measuring
@@ -25,19 +25,15 @@ from loadgen.grid_figures import CellRuns, ModeRuns, Surroundings, cell_report, 
 from loadgen.grid_file import GridFile
 from loadgen.grid_markdown import groups, markdown, table
 from loadgen.grid_plan import ALL_MODES, BLOCKS, Place, Terms
-from loadgen.jobs import Drafting, Job, Run, Wave, Waved, decode_command, decode_reply, encode
+from loadgen.jobs import Drafting, Wave, Waved, decode_command, decode_reply, encode
 from loadgen.modes import CLOUD, DEEP, DEEP_ALT, PACELINE, colocated, sync
 from loadgen.pace import Pace
 from loadgen.prompts import PROMPTS
 from paceline.errors import FatalError, SettingsError
-from paceline.wire import BatcherStatus, Counters, SystemReport, VerifierStatus
+from paceline.wire import Counters
 
 TERMS = Terms(prompts=2, tokens=8, repeats=2)
 PLACE = Place("toy", 60.0, 1, 0.0)
-
-
-def paced(ms: float, count: int = 8, **values: object) -> Run:
-    return run((50.0, 1), *((50.0 + ms * (i + 1), 1) for i in range(count - 1)), **values)
 
 
 def cell_of(place: Place = PLACE, *, skip: tuple[str, ...] = (), **itl_ms: float) -> CellRuns:
@@ -110,53 +106,6 @@ def test_waves_travel_as_lines() -> None:
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
-
-
-class FakeEdge:
-    """Answers at once: `itl(job)` milliseconds a token; `misses`: shares to report for replayed waves, in turn."""
-
-    def __init__(self, misses: list[float] | None = None) -> None:
-        self.waves: list[Wave] = []
-        self._misses = misses or []
-
-    async def wave(self, wave: Wave) -> Waved:
-        self.waves.append(wave)
-        share = self._misses.pop(0) if self._misses and wave.drafts == "replay" else 0.0
-        drafting = Drafting(guesses=1000, misses=int(share * 1000)) if wave.drafts == "replay" else Drafting()
-        return Waved(tuple([await self.run(job) for job in wave.jobs]), drafting)
-
-    async def recall(self, file: Path) -> int:
-        return 0
-
-    async def run(self, job: Job) -> Run:
-        return paced(self._itl(job), job.max_tokens)
-
-    @staticmethod
-    def _itl(job: Job) -> float:
-        """Blocks of 3 are best for sync, of 2 for colocated."""
-        speculation = job.speculation
-        if speculation.depth != 1:
-            return 30.0
-        return 50.0 + abs(speculation.max_draft - (2 if speculation.hosted else 3))
-
-
-class FakeRig:
-    def __init__(self, edge: FakeEdge) -> None:
-        self.edge, self.pair, self.simulated, self.rtts = edge, "toy", True, list[float]()
-
-    async def at_distance(self, rtt_ms: float) -> None:
-        self.rtts.append(rtt_ms)
-
-    async def system(self) -> SystemReport:
-        verifier = VerifierStatus(
-            verifier="v", model="toy", fingerprint="", engine="simulated", simulated=True, state="ready", context=99,
-            cells_total=9, cells_used=0, sessions=0, busy=0, queue=0, steps=1, step_tokens=1, step_ms={1: 10.0},
-        )  # fmt: skip
-        batcher = BatcherStatus(
-            batcher="b", model="toy", sessions=0, parked=0, waiting=0, partitions=1, committed=0, drafted=0, accepted=0,
-            filled=0, stale=0, overhead_ms_p50=1.5,
-        )  # fmt: skip
-        return SystemReport(verifiers=(verifier,), batchers=(batcher,), drafters=(), decisions=())
 
 
 @pytest.fixture(autouse=True)
