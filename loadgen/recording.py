@@ -20,7 +20,7 @@ import msgspec
 
 from loadgen.jobs import Drafting
 from loadgen.pace import FedTokens, Pace
-from paceline.engine import DraftEngine, Guess, Rule
+from paceline.engine import DraftEngine, Guess, Rule, WrappedDraft
 
 FAR = 1e9
 _LENGTH = struct.Struct("<I")
@@ -105,30 +105,19 @@ def gap_to(token: int, guess: Guess) -> float:
     return dict(guess.alternatives).get(token, FAR)
 
 
-class RecordedDraft:
+class RecordedDraft(WrappedDraft):
     """A DraftEngine over `engine`. Without `pace` it guesses live and keeps what it guessed; with it, it replays: a
     pass takes as long as `pace` says for the tokens that a device of the session's own would feed in it."""
 
     def __init__(self, engine: DraftEngine, recording: Recording, pace: Pace | None = None) -> None:
-        self._engine, self._recording, self._pace = engine, recording, pace
+        super().__init__(engine)
+        self._recording, self._pace = recording, pace
         self._fed: dict[str, FedTokens] = {}
         self._passes: list[tuple[int, float]] = []
         self._said: list[Said] = []
         self._gap = 0.0
         self._guesses = self._misses = self._again = self._differing = 0
         self._begun = self._flying = 0
-
-    @property
-    def context(self) -> int:
-        return self._engine.context
-
-    @property
-    def max_sessions(self) -> int:
-        return self._engine.max_sessions
-
-    @property
-    def max_paths(self) -> int:
-        return self._engine.max_paths
 
     @property
     def drafting(self) -> Drafting:
@@ -144,11 +133,6 @@ class RecordedDraft:
     def said(self) -> list[Said]:
         """Every guess up to here."""
         return self._said
-
-    async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
-        (guess,) = await self.guesses(session, [path], rule)
-        assert guess is not None, "the main path fails or is guessed"
-        return guess
 
     async def guesses(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> list[Guess | None]:
         keys = [key_of(path, rule) for path in paths]
@@ -170,10 +154,7 @@ class RecordedDraft:
 
     def release(self, session: str) -> None:
         self._fed.pop(session, None)
-        self._engine.release(session)
-
-    async def close(self) -> None:
-        await self._engine.close()
+        super().release(session)
 
     async def _live(
         self, session: str, paths: Sequence[Sequence[int]], rule: Rule, keys: Sequence[bytes], rows: int

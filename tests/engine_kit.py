@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.engine import Decided, Failed, Fed, Outcome, Rule, TargetItem
 from paceline.engine_ports import BatchedDraft, BatchedTarget
+from paceline.engine_simulated import SimulatedDraft, SimulatedTarget
 from paceline.wire import Sampling
 
 TOLERANCE = 0.15
 """Largest margin at which a real engine may choose differently in another batch shape (raw logits, T = 0)."""
+
+LENGTH = 24
+"""Tokens of a text long enough for a few blocks."""
+STORY = "Once upon a time, in a small village by the sea, there lived a fisherman who had never caught a fish. "
 
 Wrong = Callable[[int], bool]
 
@@ -38,6 +44,40 @@ class Kit:
     async def close(self) -> None:
         for engine in self.opened:
             await engine.close()
+
+
+async def simulated_kit() -> Kit:
+    """Tokens are bytes."""
+
+    async def target(**room: int) -> BatchedTarget:
+        return SimulatedTarget(**room)
+
+    async def draft(**room: int) -> SimulatedDraft:
+        return SimulatedDraft(**room)
+
+    return Kit(True, target, draft, lambda text: list(text.encode()))
+
+
+async def llama_kit() -> Kit:
+    """With the embedded model pair."""
+    from paceline import models
+    from paceline.engine_llama import LlamaDraft, LlamaTarget
+    from paceline.llama_context import LlamaVocab
+    from paceline.settings import cache_dir
+
+    pulled = await asyncio.to_thread(models.pull, "smollm2", cache_dir() / "models")
+
+    async def target(**room: int) -> LlamaTarget:
+        return await LlamaTarget.load(pulled.target, **{"cells": 2048, "max_sessions": 16, **room})
+
+    async def draft(**room: int) -> LlamaDraft:
+        return await LlamaDraft.load(pulled.draft, **{"cells": 2048, **room})
+
+    def encode(text: str) -> list[int]:
+        with LlamaVocab(pulled.target) as vocabulary:
+            return vocabulary.tokenize(text.encode())
+
+    return Kit(False, target, draft, encode)
 
 
 @dataclass
@@ -112,6 +152,12 @@ def assert_same(kit: Kit, found: Text, expected: Text) -> None:
     if differs:
         assert not kit.exact
         assert expected.margins[differs[0]] < TOLERANCE
+
+
+def only_decided(outcomes: Sequence[object]) -> list[Decided]:
+    """Fails where one is anything else."""
+    assert all(isinstance(outcome, Decided) for outcome in outcomes), outcomes
+    return [outcome for outcome in outcomes if isinstance(outcome, Decided)]
 
 
 def assert_failed(outcome: Outcome, code: str) -> None:

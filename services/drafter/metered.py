@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline import telemetry
-from paceline.engine import DraftEngine, Guess, Rule
+from paceline.engine import DraftEngine, Guess, Rule, WrappedDraft
 from paceline.errors import EngineError, NoRoom
 
 _SMOOTHING = 0.1
 
 
-class MeteredDraft:
+class MeteredDraft(WrappedDraft):
     """`trouble`: what the last call said if it failed, else nothing. No room for one session is no trouble. `drafted`:
     guesses so far, those of branches with them. `draft_ms`: one more token of one path while nobody else is served,
     smoothed; 0 before the first."""
@@ -20,7 +20,7 @@ class MeteredDraft:
     def __init__(
         self, engine: DraftEngine, metrics: telemetry.Metrics, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._metrics = metrics
         self._clock = clock
         self._running = 0
@@ -30,23 +30,6 @@ class MeteredDraft:
         self.drafted = 0
         self.draft_ms = 0.0
         self.trouble = ""
-
-    @property
-    def context(self) -> int:
-        return self._engine.context
-
-    @property
-    def max_sessions(self) -> int:
-        return self._engine.max_sessions
-
-    @property
-    def max_paths(self) -> int:
-        return self._engine.max_paths
-
-    async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
-        (guess,) = await self.guesses(session, (path,), rule)
-        assert guess is not None
-        return guess
 
     async def guesses(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> list[Guess | None]:
         started, alone = self._clock(), self._running == 0
@@ -78,10 +61,7 @@ class MeteredDraft:
 
     def release(self, session: str) -> None:
         self._lengths.pop(session, None)
-        self._engine.release(session)
-
-    async def close(self) -> None:
-        await self._engine.close()
+        super().release(session)
 
     def _learn(self, ms: float) -> None:
         self.draft_ms += (_SMOOTHING if self.draft_ms else 1.0) * (ms - self.draft_ms)

@@ -1,7 +1,6 @@
 """The engine ports: what a draft model and a target model must be able to do.
 
-Two ports of three methods. `engine_llama`, `engine_simulated` and the vLLM engine implement them and pass one
-contract suite (tests/contract/test_engines.py).
+`engine_llama` and `engine_simulated` implement both and pass one contract suite (tests/contract/test_engine_*.py).
 
 An engine keeps, for each session key, a *ledger*: the token ids that it holds KV for. A caller never manages KV: it
 names the tokens it wants and the engine feeds what is missing, trims what does not agree, and evicts the least
@@ -189,3 +188,36 @@ class DraftEngine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class WrappedDraft:
+    """A DraftEngine that does what `engine` does. `guess` goes through `guesses`: a subclass changes that alone."""
+
+    def __init__(self, engine: DraftEngine) -> None:
+        self._engine = engine
+
+    @property
+    def context(self) -> int:
+        return self._engine.context
+
+    @property
+    def max_sessions(self) -> int:
+        return self._engine.max_sessions
+
+    @property
+    def max_paths(self) -> int:
+        return self._engine.max_paths
+
+    async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
+        (guess,) = await self.guesses(session, (path,), rule)
+        assert guess is not None, "the main path fails or is guessed"
+        return guess
+
+    async def guesses(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> list[Guess | None]:
+        return await self._engine.guesses(session, paths, rule)
+
+    def release(self, session: str) -> None:
+        self._engine.release(session)
+
+    async def close(self) -> None:
+        await self._engine.close()

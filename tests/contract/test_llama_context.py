@@ -9,6 +9,7 @@ import structlog
 from structlog.testing import capture_logs
 from tiny_model import write_gguf
 
+from paceline import llama_context
 from paceline.engine_llama import LlamaDraft, LlamaTarget
 from paceline.errors import EngineError, ModelError, NoRoom
 from paceline.forward_pass import Row
@@ -67,10 +68,14 @@ class TestVocabulary:
             assert vocabulary.is_end(1)
             assert vocabulary.attr(0) != vocabulary.attr(10)
 
-    def test_closing_twice(self, tiny: Path) -> None:
+    def test_closing_twice(self, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        freed: list[object] = []
+        free = llama_context.api.llama_model_free
+        monkeypatch.setattr(llama_context.api, "llama_model_free", lambda model: (freed.append(model), free(model)))
         vocabulary = LlamaVocab(tiny)
         vocabulary.close()
         vocabulary.close()
+        assert len(freed) == 1
 
 
 class TestMemory:

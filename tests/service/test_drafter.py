@@ -14,7 +14,7 @@ from paceline.bus import Received
 from paceline.bus_memory import MemoryBus
 from paceline.coupling import choose
 from paceline.ends import Ends
-from paceline.engine import DraftEngine, Guess, Rule
+from paceline.engine import DraftEngine, Guess, Rule, WrappedDraft
 from paceline.engine_simulated import SimulatedDraft, Timing, World
 from paceline.errors import EngineError, NoResponders, NotFound, Overloaded
 from paceline.served_card import served_card
@@ -44,39 +44,17 @@ GREEDY = Sampling(temperature=0, end_ids=(256,))
 PARTITION = 3
 
 
-class Faulty:
+class Faulty(WrappedDraft):
     """A draft engine that fails while `broken`."""
 
     def __init__(self, engine: DraftEngine) -> None:
+        super().__init__(engine)
         self.engine, self.broken = engine, False
-
-    @property
-    def context(self) -> int:
-        return self.engine.context
-
-    @property
-    def max_sessions(self) -> int:
-        return self.engine.max_sessions
-
-    @property
-    def max_paths(self) -> int:
-        return self.engine.max_paths
-
-    async def guess(self, session: str, path: Sequence[int], rule: Rule) -> Guess:
-        (guess,) = await self.guesses(session, (path,), rule)
-        assert guess is not None
-        return guess
 
     async def guesses(self, session: str, paths: Sequence[Sequence[int]], rule: Rule) -> list[Guess | None]:
         if self.broken:
             raise EngineError("the model is gone")
-        return await self.engine.guesses(session, paths, rule)
-
-    def release(self, session: str) -> None:
-        self.engine.release(session)
-
-    async def close(self) -> None:
-        await self.engine.close()
+        return await super().guesses(session, paths, rule)
 
 
 class Peer:
@@ -286,12 +264,16 @@ async def test_a_session_that_ends_in_its_prefill_gives_the_engine_back_at_once(
 
 async def test_a_verdict_after_the_end_is_no_trouble():
     async with running() as rig:
-        await Peer(rig).open()
+        peer = Peer(rig)
+        await peer.open()
         session = rig.drafter._sessions["s"]
         session.stop()
         await until(lambda: rig.drafter.sessions == 0)
+        blocks = list(peer.blocks)
         verdict = Verdict(session="s", epoch=9, at=len(PROMPT))
         await session._on_verdict(Received(subjects.VERDICT.at(session="s"), verdict))
+        await asyncio.sleep(0.05)
+        assert (rig.drafter.sessions, peer.blocks) == (0, blocks)
 
 
 async def test_asked_again_it_starts_over_with_a_higher_incarnation():
