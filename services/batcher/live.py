@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from paceline.forecast import Forecast, Proposal
 from paceline.price import Price
 from paceline.session import Commit, Plan, Session
 from paceline.trie import Node
 from paceline.trust import SessionTrust, Trust
 from paceline.wire import Counters, Failure, LogprobEntry, Timing, Verdict
 from services.batcher.assist import Assist
-from services.batcher.forecast import Forecast, Proposal
 from services.batcher.patience import Patience
 from services.batcher.presence import Presence
 

@@ -23,6 +23,7 @@ from paceline.fleet_edge import EdgeSide
 from paceline.fleet_hardware import Edge
 from paceline.fleet_meter import Link, Meter, Way
 from paceline.fleet_traces import VOCABULARY, Course, Trace
+from paceline.forecast import Forecast
 from paceline.session import Session
 from paceline.store import SessionRecord
 from paceline.wire import Bounds, DraftBlock, Sampling, SessionOpen, Speculation, Verdict
@@ -192,7 +193,7 @@ class Fleet:
             kv_tokens=scenario.context + PROMPT + scenario.tokens,
             round_trip_s=scenario.link.round_trip_s,
             to_client=partial(self._to_client, number),
-            trust=self.cloud.trust.for_session(),
+            forecast=Forecast(self.cloud.trust.for_session(), "edge"),
         )
         up, down = Way(scenario.link, self._chance), Way(scenario.link, self._chance)
         edge = self._edge(live, number, length) if scenario.speculation.enabled else None

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
 from paceline.batch_choice import Chosen, Share, Want, choose
-from paceline.fill_rule import Arrivals, worth_of_filling
 from paceline.fleet_clock import Alarm, Clock
 from paceline.fleet_traces import Course
+from paceline.forecast import SOON_S, Forecast
 from paceline.going_rate import GoingRate
 from paceline.price import Price
 from paceline.session import Plan, Session
 from paceline.step_curve import StepCurve, StepTimes
 from paceline.trie import Node
-from paceline.trust import SessionTrust, Trust
+from paceline.trust import Trust
 from paceline.wire import DraftBlock, Speculation, Timing, Verdict
 
 TELL_EVERY_S = 1.0
@@ -30,8 +31,6 @@ PATIENCE_S = 0.15
 LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows of the steps that a verifier measures before it serves, of one session without context."""
 MOMENT_S = 1e-4
-SOON_S = 0.005
-"""A block that is late is looked for again after this time."""
 
 
 @dataclass(eq=False)
@@ -48,8 +47,7 @@ class Live:
     kv_tokens: int
     round_trip_s: float
     to_client: Callable[[Verdict], None]
-    trust: SessionTrust
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    forecast: Forecast
     served: int = 0
     echo: tuple[int, float] | None = None
     starved: float = 0.0
@@ -137,7 +135,7 @@ class Cloud:
 
     def on_block(self, live: Live, block: DraftBlock) -> None:
         offer = live.session.offer(block)
-        live.arrivals.on_block(self._clock.now, offer.attached - offer.duplicate)
+        live.forecast.block_came(block.source, offer.attached - offer.duplicate, self._clock.now)
         live.echo = (block.t_sent, self._clock.now)
         live.chain = None
         self.run()
@@ -176,26 +174,12 @@ class Cloud:
             return None if patient else Want(live.name, live.tenant, live.served, context=context, must=True)
         if self._patience_s is not None and self._clock.now >= live.starved + self._patience_s:
             return Want(live.name, live.tenant, live.served, context=context, must=True)
-        worth = worth_of_filling(
-            wait_s=live.arrivals.next_in(self._clock.now),
-            nodes=live.arrivals.nodes,
-            acceptance=live.trust.acceptance("edge"),
-            times=times,
-            context=context,
-            price=self.price.value or 0.0,
-        )
+        worth, _ = live.forecast.worth(self._clock.now, times, context, self.price.value or 0.0)
         return Want(live.name, live.tenant, live.served, context=context, worth=worth) if worth > 0 else None
 
     def _chain(self, live: Live) -> tuple[list[Node], tuple[float, ...]]:
         if live.chain is None:
-            chances: dict[int, float] = {}
-
-            def chance(node: Node) -> float:
-                key = id(node)
-                if key not in chances:
-                    chances[key] = max(live.trust.probability(source, stated) for source, stated in node.claims)
-                return chances[key]
-
+            chance = cache(live.forecast.chance)
             nodes = live.session.chain(live.speculation.max_draft, chance)
             live.chain = nodes, tuple(chance(node) for node in nodes)
         return live.chain
@@ -252,10 +236,7 @@ class Cloud:
         if commit is None:
             return
         now = self._clock.now
-        for index, claims in enumerate(plan.claims[: accepted + 1]):
-            for source, stated in claims:
-                live.trust.learn(source, stated, index < accepted)
-        live.arrivals.on_tip(now, rejected="c" in commit.kinds)
+        live.forecast.decided(plan, accepted, commit.refuted, now)
         live.starved = now
         self.figures.decided += len(commit.tokens)
         self.figures.drafts += len(plan.tokens)
@@ -292,6 +273,6 @@ class Cloud:
 
     def _pause(self, live: Live, now: float) -> float:
         if live.speculation.fill:
-            until = max(SOON_S, live.arrivals.next_in(now) or 0.0)
+            until = max(SOON_S, live.forecast.arrivals.next_in(now) or 0.0)
             return until if self._patience_s is None else min(until, live.starved + self._patience_s - now)
         return live.starved + 3 * live.round_trip_s + PATIENCE_S - now

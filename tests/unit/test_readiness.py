@@ -6,6 +6,7 @@ import pytest
 
 from paceline.batch_choice import Share
 from paceline.ends import Ends
+from paceline.forecast import SOON_S
 from paceline.session import Session
 from paceline.step_curve import StepTimes
 from paceline.store import SessionRecord
@@ -13,7 +14,6 @@ from paceline.trust import Trust
 from paceline.wire import Chain, DraftBlock, SessionOpen, Speculation
 from services.batcher.batches import item_of, ticket_of
 from services.batcher.directory import Terms
-from services.batcher.forecast import SOON_S
 from services.batcher.live import Live
 from services.batcher.patience import GRACE_S
 from services.batcher.presence import Presence
