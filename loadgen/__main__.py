@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from loadgen import report
+from loadgen import options, report
 from loadgen.compare import Comparison, Plan
 from loadgen.demo import demo as run_demo
 from loadgen.grid_cli import SetName, grid
@@ -22,6 +22,7 @@ from loadgen.relay import Link, Relay
 from loadgen.rig import rig
 from loadgen.simulate_cli import simulate_fleet
 from paceline.errors import PacelineError
+from paceline.wire import MAX_CHAIN_NODES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Workloads, WAN emulation, baselines and reports.")
 app.command()(grid)
@@ -29,13 +30,6 @@ app.command("simulate")(simulate_fleet)
 COMPARED = 8
 """Prompts, where no number is asked for."""
 Pair = Annotated[str, typer.Option(help="Model pair of the catalog.")]
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise typer.BadParameter(f"`{text}` is no list of numbers, separated by commas") from error
 
 
 @app.command()
@@ -51,12 +45,13 @@ def compare(  # noqa: PLR0917 (each is an option)
     json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> None:
     """Cloud-only, synchronous, deep and Paceline on one stack of its own, interleaved in one run."""
-    lengths = tuple(int(block) for block in _numbers(blocks))
+    lengths = options.counts(blocks, "--blocks", 1, MAX_CHAIN_NODES)
+    rtts, hot = options.rtts_ms(rtt_ms), options.temperatures(temperature)
     chosen = prompt_set(prompts_of)
     texts = chosen.texts[: chosen.count(prompts, COMPARED)]
-    plan = Plan(
-        _numbers(rtt_ms), _numbers(temperature), texts, tokens, repeats, blocks=lengths, prompt_set=chosen.name
-    )  # fmt: skip
+    plan = Plan(rtts, hot, texts, tokens, repeats, blocks=lengths, prompt_set=chosen.name)
+    if json is not None:
+        options.writable(json, "--json")
     raise typer.Exit(asyncio.run(_compare(pair, plan, json)))
 
 
@@ -98,7 +93,7 @@ def relay(  # noqa: PLR0917 (each is an option)
 ) -> None:
     """A TCP relay that behaves like a wide-area link."""
     host, _, port = to.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise typer.BadParameter(f"`{to}` is not HOST:PORT", param_hint="--to")
     link = Link(rtt_ms / 2, jitter_ms, rate_kbit, stall_every_s, stall_ms, cut_every_s)
     asyncio.run(_relay(Relay(host, int(port), link, seed), listen))

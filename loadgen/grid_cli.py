@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +12,7 @@ from msgspec import structs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from loadgen import grid_plan, report
+from loadgen import grid_plan, options, report
 from loadgen.grid import CellMeter, Tick
 from loadgen.grid_file import GridFile
 from loadgen.grid_markdown import markdown
@@ -60,9 +58,7 @@ def grid(  # noqa: PLR0917 (each is an option)
     out: Annotated[Path | None, typer.Option(help="Write Markdown, plots and the JSON into this folder.")] = None,
 ) -> None:
     """All modes and baselines over round trips, sessions and temperatures; slow, and goes on where it stopped."""
-    if out is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("plots need matplotlib: pip install 'paceline[bench]'", param_hint="--out")
-    pairs = _words(",".join(pair or ["smollm2"]))
+    pairs = options.words(",".join(pair or ["smollm2"]), "--pair")
     chosen = prompt_set(prompts_of)
     count = chosen.count(prompts, TERMS.prompts)
     terms = Terms(count, chosen.name, tokens, repeats, modes=_modes(modes), draft_ms=draft_ms or None)
@@ -72,9 +68,13 @@ def grid(  # noqa: PLR0917 (each is an option)
         terms = structs.replace(terms, prompts=few, tokens=short.tokens, repeats=short.repeats)
         plan = grid_plan.quick(pairs, terms)
     else:
-        crowds = [_crowd(number) for number in _numbers(sessions)]
-        plan = grid_plan.full(pairs, _numbers(rtt_ms), crowds, _numbers(temperature), terms)
-    made = GridRun(GridFile.open(json, terms, resume=resume), Console(), chosen)
+        crowds = options.counts(sessions, "--sessions", 1, options.MOST_SESSIONS)
+        plan = grid_plan.full(pairs, options.rtts_ms(rtt_ms), crowds, options.temperatures(temperature), terms)
+    file = GridFile.open(json, terms, resume=resume)
+    options.writable(json, "--json")
+    if out is not None:
+        options.plottable(out)
+    made = GridRun(file, Console(), chosen)
     raise typer.Exit(asyncio.run(made.run(plan, again=again, only_check=check, out=out)))
 
 
@@ -182,25 +182,9 @@ def write_out(whole: dict[str, Any], folder: Path, stem: str) -> None:
     report.write(whole, folder / f"{stem}.json")
 
 
-def _words(text: str) -> list[str]:
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(dict.fromkeys(float(word) for word in _words(text)))
-    except ValueError as error:
-        raise typer.BadParameter(f"`{text}` is no list of numbers, separated by commas") from error
-
-
-def _crowd(number: float) -> int:
-    if number < 1 or number != int(number):
-        raise typer.BadParameter(f"{number:g} is no number of sessions")
-    return int(number)
-
-
 def _modes(text: str) -> tuple[str, ...]:
-    asked: Sequence[str] = _words(text)
+    asked = options.words(text, "--modes")
     if unknown := [name for name in asked if name not in ALL_MODES]:
-        raise typer.BadParameter(f"no such mode: {', '.join(unknown)}; there are {', '.join(ALL_MODES)}")
+        message = f"no such mode: {', '.join(unknown)}; there are {', '.join(ALL_MODES)}"
+        raise typer.BadParameter(message, param_hint="--modes")
     return tuple(name for name in ALL_MODES if name in asked)

@@ -19,6 +19,21 @@ from loadgen.grid_plan import Place, Terms
 from paceline.errors import SettingsError
 
 
+class _Kept(msgspec.Struct):
+    """What a report must have to be gone on with."""
+
+    terms: dict[str, Any]
+    cells: list[dict[str, Any]]
+    machine: dict[str, Any]
+    command: list[str]
+    commit: str
+    started: str
+    seconds: float
+    divergences: list[dict[str, Any]] = []
+    replay_checks: list[dict[str, Any]] = []
+    earlier: list[dict[str, Any]] = []
+
+
 class GridFile:
     """Use `GridFile.open`. `places` are those that are there already."""
 
@@ -38,8 +53,7 @@ class GridFile:
             return cls(file, terms)
         if not resume:
             raise SettingsError(f"{file} exists: --resume goes on with it, another --json begins anew")
-        before = _read(file)
-        earlier = msgspec.convert(before["terms"], Terms, strict=False)
+        before, earlier = _read(file)
         if differing := _differing(earlier, terms):
             raise SettingsError(f"{file} was measured with other terms: {differing}")
         machine = report.header(time.time())["machine"]
@@ -64,8 +78,7 @@ class GridFile:
         made = cell_report(cell)
         self.cells = [*_without(self.cells, cell.place), made]
         self.divergences = [*_without(self.divergences, cell.place), *divergences]
-        self.parts.mkdir(parents=True, exist_ok=True)
-        (self.parts / f"{cell.place.stem}.json").write_bytes(msgspec.json.encode(cell))
+        report.keep(self.parts / f"{cell.place.stem}.json", msgspec.json.encode(cell))
         self.write()
         return made
 
@@ -98,14 +111,19 @@ class GridFile:
         return {**header, "earlier": earlier}
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> tuple[dict[str, Any], Terms]:
+    """The report, and the terms that it was measured on."""
     try:
-        found: dict[str, Any] = orjson.loads(file.read_bytes())
+        found = orjson.loads(file.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise SettingsError(f"{file} cannot be read as a report: {error}") from error
-    if not {"terms", "cells", "machine", "command"} <= found.keys():
-        raise SettingsError(f"{file} is no report of a grid")
-    return found
+    try:
+        whole = msgspec.convert(found, _Kept)
+        for entry in (*whole.cells, *whole.divergences):
+            Place.of(entry)
+        return found, msgspec.convert(whole.terms, Terms, strict=False)
+    except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
+        raise SettingsError(f"{file} is no report of a grid: {error}") from error
 
 
 def _differing(one: Terms, other: Terms) -> str:

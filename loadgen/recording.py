@@ -34,8 +34,8 @@ def key_of(path: Sequence[int], rule: Rule) -> bytes:
 
 
 class Recording:
-    """Guesses by key_of. `file` (None: memory only) is read at the start and appended to by `save`; a record that was
-    cut short at its end is dropped."""
+    """Guesses by key_of. `file` (None: memory only) is read at the start and appended to by `save`; from the first
+    record on that is damaged or cut short it is dropped."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
@@ -60,25 +60,38 @@ class Recording:
             self._unsaved.append(key)
 
     def save(self) -> None:
+        """Raises OSError with nothing added to the file; what was to be saved is saved the next time."""
         if self._file is None or not self._unsaved:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("ab") as file:
-            for key in self._unsaved:
-                guess = self._guesses[key]
-                line = msgspec.msgpack.encode((key, guess.token, guess.confidence, guess.alternatives))
-                file.write(_LENGTH.pack(len(line)) + line)
+        rest = memoryview(b"".join(_record(key, self._guesses[key]) for key in self._unsaved))
+        with self._file.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(size)
+                raise
         self._unsaved.clear()
 
     def _load(self, file: Path) -> None:
         data, good = file.read_bytes(), 0
         for line, end in _lines(data):
-            key, token, confidence, alternatives = msgspec.msgpack.decode(line, type=_Line)
+            try:
+                key, token, confidence, alternatives = msgspec.msgpack.decode(line, type=_Line)
+            except msgspec.DecodeError:
+                break
             self._guesses[key] = Guess(token, confidence, alternatives)
             good = end
         if good < len(data):
             with file.open("r+b") as cut:
                 cut.truncate(good)
+
+
+def _record(key: bytes, guess: Guess) -> bytes:
+    line = msgspec.msgpack.encode((key, guess.token, guess.confidence, guess.alternatives))
+    return _LENGTH.pack(len(line)) + line
 
 
 def _lines(data: bytes) -> Iterator[tuple[bytes, int]]:

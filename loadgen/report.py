@@ -16,6 +16,8 @@ import psutil
 from rich.table import Table
 
 from loadgen.divergence import NEAR_TIE
+from paceline.errors import PacelineError
+from paceline.model_card import write_whole
 
 Column = tuple[str, str, str]
 """Heading, key of the mode's figures, format. tokens/step is the inverse of its figure."""
@@ -54,8 +56,22 @@ def header(started: float) -> dict[str, Any]:
 
 
 def write(report: Mapping[str, Any], file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(orjson.dumps(_rounded(report), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
+    """As JSON. Raises PacelineError where that fails."""
+    keep(file, orjson.dumps(_rounded(report), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
+
+
+def keep(file: Path, content: bytes) -> None:
+    """Write a file whole: whatever ends this or fills the disk, what was there before is there whole. Raises
+    PacelineError where it cannot be written, which no further measuring would mend."""
+    target = file.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_file():  # a pipe, a terminal
+            target.write_bytes(content)
+        else:
+            write_whole(target, content, mode=0o644)
+    except OSError as error:
+        raise PacelineError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def table(cell: Mapping[str, Any], columns: Sequence[Column] = FULL) -> Table:

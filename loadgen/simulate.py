@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,7 +65,7 @@ def run(work: Work, workers: int, told: Callable[[str], None]) -> dict[str, Any]
     jobs += [(f"cell {index}", cell_report, (cell, work.effort)) for index, cell in enumerate(work.cells)]
     jobs += [(f"map {pace:g}", break_even, (work.map, pace)) for pace in work.pace]
     found: dict[str, Any] = {}
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with _pool(workers) as pool:
         futures = {pool.submit(call, *args): name for name, call, args in jobs}
         for future in as_completed(futures):
             name = futures[future]
@@ -77,6 +79,20 @@ def run(work: Work, workers: int, told: Callable[[str], None]) -> dict[str, Any]
         "break_even": [found[f"map {pace:g}"] for pace in work.pace],
         "price": found["price"],
     }
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes, which end at once with whatever ends what is inside: an interrupt, or a job that failed."""
+    spawned = multiprocessing.get_context("spawn")
+    quiet = (signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all; this process tells what that means
+    with ProcessPoolExecutor(workers, spawned, initializer=signal.signal, initargs=quiet) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise  # the pool is broken by that: it gives up what waits, and joins them
 
 
 def cell_report(cell: Cell, effort: Effort) -> dict[str, Any]:

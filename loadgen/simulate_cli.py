@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadgen import report, simulate, simulate_plots, simulate_tables
+from loadgen import options, report, simulate, simulate_plots, simulate_tables
 
 
 def simulate_fleet(
@@ -19,13 +19,15 @@ def simulate_fleet(
 ) -> None:
     """Many sessions on large accelerators, in virtual time: plain, co-located, synchronous and Paceline. No stack, no
     models, nothing measured: step times are rooflines, agreement is from recorded traces."""
+    options.writable(json, "--json")
+    if out is not None:
+        options.plottable(out)
     console = Console()
     work = simulate.SMALL if quick else simulate.WHOLE
     result = simulate.run(work, workers, lambda line: console.print(line, highlight=False))
     report.write(result, json)
     console.print(f"report: {json}")
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         page = out / "simulate.md"
         page.write_text(simulate_tables.page(result), encoding="utf-8")
         for file in (page, *simulate_plots.write(result, out)):

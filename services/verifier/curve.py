@@ -27,6 +27,8 @@ from services.verifier.ladder import climb
 log = structlog.get_logger("verifier")
 
 SAVE_S = 30.0
+MOST_BYTES = 1 << 20
+"""Of the file: a curve takes some kilobytes."""
 
 
 class LearnedCurve:
@@ -73,17 +75,23 @@ class LearnedCurve:
         try:
             await asyncio.to_thread(_write, self._path, json.dumps(self.curve.dump()).encode())
         except OSError as error:
+            self._unsaved = True
             log.warning("step curve not saved", file=str(self._path), error=str(error))
 
     def _load(self) -> None:
         if self._path is None:
             return
         try:
-            self.curve = StepCurve.load(json.loads(self._path.read_text()))
+            with self._path.open("rb") as file:
+                kept = json.loads(file.read(MOST_BYTES))
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.warning("step curve not read", file=str(self._path), error=str(error))
+            return
+        self.curve = StepCurve.load(kept)
+        if not self.known:
+            log.warning("what was kept is no step curve, it is measured anew", file=str(self._path))
 
 
 def fed_tokens(items: Sequence[TargetItem]) -> int | None:

@@ -20,7 +20,7 @@ import msgspec
 from paceline.ends import Ends
 from paceline.errors import BadRequest
 from paceline.store import SessionRecord
-from paceline.trie import Claim, Node, Trie, stated
+from paceline.trie import REMEMBERED_POSITIONS, Claim, Node, Trie, stated
 from paceline.wire import (
     KIND_OF_SOURCE,
     Bounds,
@@ -75,6 +75,9 @@ class Commit:
     refuted: frozenset[str] = frozenset()
 
 
+MOST_NAMED = 4 * REMEMBERED_POSITIONS
+"""Ids of one source that name a held node or a committed one at the same time. A source that numbers every node once
+stays far below; one that says the same again and again under new numbers has to wait until the tip moves on."""
 OWN_SOURCE: Source = "lookup"
 """Of the drafts that no message brought: they have no ids, and nobody is told what became of them."""
 
@@ -187,6 +190,8 @@ class Session:
         if after is not None and parent is None:
             self.seen[source] = (incarnation, last)
             return Offer(stale=count, duplicate=skip)
+        if self.trie.named_by(source) + count > MOST_NAMED:
+            return Offer(overflow=count, duplicate=skip)
         part = _Arrival(self, source, first=chain.first + skip, position=start)
         confidences = [byte / 255 for byte in chain.conf] or [0.5] * len(chain.tokens)
         offer = part.take(parent, chain.tokens[skip:], confidences[skip:])

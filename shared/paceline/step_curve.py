@@ -49,6 +49,10 @@ FAINT = 1e-6
 """Samples below which a segment knows nothing."""
 STALE = 16
 """Samples after which the estimate that residuals are taken from is made anew."""
+MOST_KEPT = 1e100
+"""Of a number in a kept segment: sums of real samples stay far below, and what is far above overflows."""
+MOST_SAMPLES = 1 << 53
+"""Steps that a kept curve may say it was learned from: what the status of a verifier can tell."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ class StepCurve:
         try:
             curve._restore(kept)
             curve.times()
-        except (TypeError, KeyError, ValueError, AttributeError, OverflowError, np.linalg.LinAlgError):
+        except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError, np.linalg.LinAlgError):
             return cls()
         return curve
 
@@ -220,13 +224,15 @@ class StepCurve:
             raise ValueError("not a step curve")
         self._samples = int(kept["samples"])
         self._spread = float(kept["spread"])
-        if self._samples < 0 or not LEAST_SPREAD <= self._spread <= 1e3:
+        if not 0 <= self._samples <= MOST_SAMPLES or not LEAST_SPREAD <= self._spread <= 1e3:
             raise ValueError("not a step curve")
         for knot, values in kept["segments"].items():
             numbers = [float(value) for value in values]
-            if len(numbers) != 12 or not all(math.isfinite(value) and value >= 0 for value in numbers):
+            if len(numbers) != 12 or not all(0 <= value <= MOST_KEPT for value in numbers):
                 raise ValueError("not a segment of a step curve")
             segment = _Segment.of(numbers)
+            if segment.count > FAINT and min(segment.moments) <= 0.0:
+                raise ValueError("a segment that has samples, and no weight or no time of them")
             segment.seen = self._samples
             self._segments[KNOTS.index(int(knot))] = segment
 

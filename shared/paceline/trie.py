@@ -51,7 +51,8 @@ class Trie:
     def __init__(self, tip: int) -> None:
         self.root = Node(token=-1, position=tip - 1, confidence=1.0, source="", committed=True)
         self._ids: dict[str, dict[int, Node]] = {}
-        self._history: deque[tuple[int, str, int]] = deque()
+        self._history: deque[tuple[int, Node]] = deque()
+        """Committed nodes that were named, by about the time of that."""
         self._held: Counter[str] = Counter()
         self._names: dict[Node, list[tuple[str, int]]] = {}
 
@@ -71,6 +72,10 @@ class Trie:
         """The live or committed node that this source calls `identity`; None when it was pruned."""
         return self._ids.get(source, {}).get(identity)
 
+    def named_by(self, source: str) -> int:
+        """Ids of this source that still name a node, live or committed."""
+        return len(self._ids.get(source, ()))
+
     def forget_ids(self, source: str) -> None:
         for identity, node in self._ids.pop(source, {}).items():
             names = self._names.get(node)
@@ -84,7 +89,7 @@ class Trie:
         node = Node(token=token, position=position, confidence=1.0, source=source, committed=True)
         node = self.root if position == self.root.position else node
         self._name(source, identity, node)
-        self._remember(source, identity, position)
+        self._history.append((position, node))
 
     def attach(
         self, parent: Node, source: str, identity: int | None, token: int, confidence: float
@@ -117,8 +122,8 @@ class Trie:
                 follower = Node(token=token, position=self.root.position + 1, confidence=1.0, source="")
             else:
                 self._held[follower.source] -= 1
-                for source, identity in self._names.get(follower, ()):
-                    self._remember(source, identity, follower.position)
+                if follower in self._names:
+                    self._history.append((follower.position, follower))
             follower.committed = True
             self.root = follower
         self._expire()
@@ -175,15 +180,9 @@ class Trie:
         self._ids.setdefault(source, {})[identity] = node
         self._names.setdefault(node, []).append((source, identity))
 
-    def _remember(self, source: str, identity: int, position: int) -> None:
-        self._history.append((position, source, identity))
-
     def _expire(self) -> None:
         while self._history and self._history[0][0] < self.tip - REMEMBERED_POSITIONS:
-            _, source, identity = self._history.popleft()
-            node = self._ids.get(source, {}).get(identity)
-            if node is not None and node.committed:
-                self._unname(node)
+            self._unname(self._history.popleft()[1])
 
     def _unname(self, node: Node) -> None:
         for source, identity in self._names.pop(node, ()):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -16,9 +18,11 @@ import orjson
 import pytest
 from loadgen_kit import FakeEdge, FakeRig, paced
 from rich.console import Console
+from typer.testing import CliRunner
 
 from loadgen import grid as measuring
-from loadgen import grid_cli, grid_plan
+from loadgen import grid_cli, grid_plan, report
+from loadgen.__main__ import app
 from loadgen.grid import CellMeter
 from loadgen.grid_cli import GridRun, line
 from loadgen.grid_figures import CellRuns, ModeRuns, Surroundings, cell_report, crossing, ratios, sources, summary
@@ -29,7 +33,7 @@ from loadgen.jobs import Drafting, Wave, Waved, decode_command, decode_reply, en
 from loadgen.modes import CLOUD, DEEP, DEEP_ALT, PACELINE, colocated, sync
 from loadgen.pace import Pace
 from loadgen.prompts import PROMPTS
-from paceline.errors import FatalError, SettingsError
+from paceline.errors import FatalError, PacelineError, SettingsError
 from paceline.wire import Counters
 
 TERMS = Terms(prompts=2, tokens=8, repeats=2)
@@ -279,9 +283,84 @@ def test_cells_measured_on_other_terms_or_machines_are_not_put_beside_each_other
     file.write_bytes(orjson.dumps({**read, "machine": {**read["machine"], "cores": 4096}}))
     with pytest.raises(SettingsError, match="another machine"):
         GridFile.open(file, TERMS, resume=True)
-    file.write_bytes(b"{}")
-    with pytest.raises(SettingsError, match="no report of a grid"):
-        GridFile.open(file, TERMS, resume=True)
+    for missing in ("terms", "cells", "commit", "seconds"):
+        file.write_bytes(orjson.dumps({key: value for key, value in read.items() if key != missing}))
+        with pytest.raises(SettingsError, match="no report of a grid"):
+            GridFile.open(file, TERMS, resume=True)
+    odd = (
+        {"terms": [1]},
+        {"terms": {"tokens": "x"}},
+        {"cells": [{}]},
+        {"cells": [1]},
+        {"divergences": [{"pair": "x"}]},
+    )
+    for other in ([], None, 3, {}, *({**read, **fields} for fields in odd)):
+        file.write_bytes(orjson.dumps(other))
+        with pytest.raises(SettingsError, match="no report of a grid"):
+            GridFile.open(file, TERMS, resume=True)
+
+
+def test_a_report_that_cannot_be_written_leaves_the_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "grid.json"
+    grid = GridFile.open(file, TERMS, resume=False)
+    grid.add(cell_of(), [])
+    whole = file.read_bytes()
+
+    def full(_: int, __: str) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "fdopen", full)
+    with pytest.raises(PacelineError, match="cannot be written: no space"):
+        grid.add(cell_of(Place("toy", 20.0, 1, 0.0)), [])
+    monkeypatch.undo()
+    assert file.read_bytes() == whole
+    assert GridFile.open(file, TERMS, resume=True).places == {PLACE}
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["grid.json"]
+
+
+def test_a_report_goes_to_a_pipe_or_through_a_link_as_well(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "there.json")
+    report.write({"a": 1}, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert orjson.loads((tmp_path / "there.json").read_bytes()) == {"a": 1}
+    report.write({"a": 1}, Path("/dev/null"))
+    assert Path("/dev/null").is_char_device()
+
+
+BAD = [
+    "--rtt-ms nan", "--rtt-ms -5", "--rtt-ms inf", "--rtt-ms 10,x", "--rtt-ms ,", "--temperature -1",
+    "--temperature nan", "--temperature 11",
+]  # fmt: skip
+BAD_OF_GRID = ["--sessions nan", "--sessions inf", "--sessions 1.5", "--sessions 0", "--sessions 1e9", "--sessions ,",
+               "--modes ,", "--modes deep,dep", "--pair ,", "--draft-ms nan", "--out /dev/null/x"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"grid --json JSON {bad}" for bad in (*BAD, *BAD_OF_GRID)),
+        *(f"compare --json JSON {bad}" for bad in (*BAD, "--blocks nan", "--blocks 0", "--blocks 65", "--blocks 1.5")),
+        *(f"{one} --json /dev/null/x.json" for one in ("grid", "compare", "simulate")),
+        *(f"{one} --json /" for one in ("compare", "simulate")),
+        "simulate --json JSON --out /dev/null/x", "relay --to x:0", "relay --to x:70000", "relay --to x",
+    ],
+)  # fmt: skip
+def test_a_bad_option_is_refused_before_anything_is_started(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr("loadgen.__main__.rig", started)
+    monkeypatch.setattr(grid_cli, "rig", started)
+    monkeypatch.setattr("loadgen.simulate.run", started)
+    monkeypatch.setattr("loadgen.__main__._relay", started)
+    done = CliRunner().invoke(app, line.replace("JSON", str(tmp_path / "report.json")).split())
+    assert done.exit_code == 2, done.output
+    assert isinstance(done.exception, SystemExit)
+    assert not (tmp_path / "report.json").exists()
 
 
 # --- tables and pictures ---------------------------------------------------------------------------------------------

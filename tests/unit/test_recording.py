@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -125,6 +128,67 @@ def test_a_recording_comes_back_whole_and_drops_a_torn_end(tmp_path: Path) -> No
     assert file.stat().st_size == whole
     again.keep(b"k" * 16, Guess(1, 0.5))
     again.save()
+    assert len(Recording(file)) == 6
+
+
+def recorded(file: Path, count: int = 5) -> Recording:
+    recording = Recording(file)
+    for i in range(count):
+        recording.keep(bytes([i] * 16), Guess(i, 0.5, ((i + 1, 0.25),)))
+    recording.save()
+    return recording
+
+
+@pytest.mark.parametrize("end", [64 * b"\0", b"\x03\0\0\0abc", b"\x01\0\0\0\x90" * 9, b"\xff" * 64])
+def test_a_recording_with_a_damaged_end_is_used_up_to_there(tmp_path: Path, end: bytes) -> None:
+    file = tmp_path / "drafts"
+    recorded(file)
+    whole = file.read_bytes()
+    file.write_bytes(whole + end)
+    assert len(Recording(file)) == 5
+    assert file.read_bytes() == whole
+
+
+@given(data=st.data())
+def test_whatever_a_recording_s_file_holds_it_is_read(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    file = tmp_path_factory.mktemp("damaged") / "drafts"
+    recorded(file)
+    content = bytearray(file.read_bytes())
+    start = data.draw(st.integers(0, len(content) - 1))
+    content[start : start + 8] = data.draw(st.binary(max_size=16))
+    file.write_bytes(content)
+    kept = len(Recording(file))
+    assert kept <= 5
+    assert len(recorded(file)) == len(Recording(file)) >= 5
+
+
+def test_a_full_disk_costs_no_record_that_was_there_or_is_kept_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "drafts"
+    recording = recorded(file)
+    whole, room = file.read_bytes(), 30
+    opened = Path.open
+
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            nonlocal room
+            if not room:
+                raise OSError(errno.ENOSPC, "no space left on device")
+            part = bytes(data)[:room]
+            room -= len(part)
+            return super().write(part)
+
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: Full(path, "ab"))
+    recording.keep(b"k" * 16, Guess(1, 0.5))
+    with pytest.raises(OSError, match="no space"):
+        recording.save()
+    monkeypatch.setattr(Path, "open", opened)
+    assert file.read_bytes() == whole
+    recording.save()
+    assert Recording(file).find(b"k" * 16) == Guess(1, 0.5)
     assert len(Recording(file)) == 6
 
 

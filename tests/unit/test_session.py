@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from paceline.ends import Ends
 from paceline.errors import BadRequest
-from paceline.session import Session
+from paceline.session import MOST_NAMED, Session
 from paceline.store import SessionRecord
+from paceline.trie import REMEMBERED_POSITIONS
 from paceline.wire import Bounds, Chain, DraftBlock, Failure, SessionOpen
 
 VOCABULARY = 7
@@ -404,3 +405,56 @@ def test_who_is_refuted_is_told_whether_it_was_verified_or_not() -> None:
         commit = session.decide(plan, accepted, target(prefix, seed))
         assert commit is not None
         assert commit.refuted == refuted
+
+
+@pytest.mark.parametrize(
+    ("at", "tokens"), [(3, (1, 2, 3, 4)), (0, PROMPT), (0, (*PROMPT, 5))], ids=["held", "old", "both"]
+)
+def test_who_says_the_same_again_and_again_under_new_numbers_is_bounded_and_waits(at: int, tokens) -> None:
+    session, first = make(limit=2 * MOST_NAMED), 1
+    overflow = 0
+    for _ in range(MOST_NAMED):
+        offer = session.offer(block(Chain(first=first, position=at, at=at, tokens=tokens)))
+        overflow += offer.overflow
+        first = session.seen["edge"][1] + 1
+        assert session.trie.named_by("edge") <= MOST_NAMED
+    assert overflow
+    assert session.trie.named_by("edge") > MOST_NAMED // 2
+    while session.trie.named_by("edge") and session.finish is None:
+        step(session, seed=1)
+    assert session.completion <= 2 + REMEMBERED_POSITIONS
+    tip = session.tip
+    assert session.offer(block(Chain(first=first, position=tip, at=tip, tokens=(1,)))).attached == 1
+
+
+def test_an_honest_source_is_never_told_to_wait_for_names() -> None:
+    """Every position drafted once, late as often as in time, without a new incarnation."""
+    session, first = make(limit=4 * REMEMBERED_POSITIONS), 1
+    while session.finish is None:
+        base = max(1, session.tip - (first % 5))
+        path = list(session.committed[:base])
+        for _ in range(8):
+            path.append(target(path, 1))
+        offer = session.offer(block(Chain(first=first, position=base, at=base, tokens=tuple(path[base:]))))
+        assert not offer.overflow
+        first += 8
+        step(session, seed=1)
+
+
+@pytest.mark.parametrize("apart", [REMEMBERED_POSITIONS - 1, REMEMBERED_POSITIONS, REMEMBERED_POSITIONS + 1])
+def test_old_numbers_that_run_out_take_none_of_the_new_incarnation_with_them(apart: int) -> None:
+    """Node 1 of each incarnation is committed, the second one `apart` positions after the first."""
+    session = make(limit=4 * REMEMBERED_POSITIONS)
+
+    def drafted(incarnation: int) -> None:
+        chain = Chain(first=1, position=session.tip, at=session.tip, tokens=(target(session.committed, 1),))
+        assert session.offer(block(chain, incarnation=incarnation)).attached == 1
+        assert session.plan(1).tokens == chain.tokens
+        session.decide(session.in_flight, 1, target([*session.committed, *chain.tokens], 1))
+
+    drafted(1)
+    while session.tip < len(PROMPT) + apart:
+        session.decide(session.plan(0), 0, target(session.committed, 1))
+    drafted(2)
+    late = Chain(first=2, position=session.tip - 1, after=1, tokens=(session.committed[-1],))
+    assert session.offer(block(late, incarnation=2)).history == 1

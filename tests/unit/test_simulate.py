@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from dataclasses import replace
 
 import pytest
@@ -92,3 +94,20 @@ def test_a_page_and_plots_cope_with_schemes_that_keep_no_objective(tmp_path):
     }  # fmt: skip
     assert "| - | - | - | - | - | - | - | - |" in simulate_tables.page(result)
     assert len(simulate_plots.write(result, tmp_path)) == 4
+
+
+def _slow(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, RuntimeError])
+def test_what_ends_a_simulation_ends_its_workers_at_once(ending: type[BaseException]):
+    def interrupted() -> None:
+        with simulate._pool(2) as pool:
+            futures = [pool.submit(_slow, 300.0) for _ in range(8)]
+            assert not any(future.done() for future in futures)
+            raise ending
+
+    with pytest.raises(ending):
+        interrupted()  # the jobs would take longer than a test may
+    assert not multiprocessing.active_children()

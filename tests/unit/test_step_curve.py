@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -179,6 +180,11 @@ def test_the_estimate_is_kept_until_something_is_new() -> None:
         {"version": 1, "samples": 5, "spread": 0.1, "segments": {"1": ["x"] * 12}},
         {"version": 1, "samples": 5, "spread": float("nan"), "segments": {}},
         {"version": 1, "samples": 5, "spread": 0.1, "segments": {"1": [float("inf")] * 12}},
+        {"version": 1, "samples": 5, "spread": 0.1, "segments": {"1": [1.0] + [0.0] * 11}},
+        {"version": 1, "samples": 5, "spread": 0.1, "segments": {"1": [1.0] * 10 + [0.0, 1.0]}},
+        {"version": 1, "samples": 5, "spread": 0.1, "segments": {"1": [1.0] * 11 + [0.0]}},
+        {"version": 1, "samples": 5, "spread": 0.1, "segments": {"1": [1.0, *[1e308] * 11]}},
+        {"version": 1, "samples": 10**30, "spread": 0.1, "segments": {"1": [1.0] * 12}},
     ],
 )  # fmt: skip
 def test_nonsense_that_was_kept_is_a_fresh_curve(kept: object) -> None:
@@ -186,6 +192,22 @@ def test_nonsense_that_was_kept_is_a_fresh_curve(kept: object) -> None:
     assert curve.times() is None
     curve.learn(1, 0, 34.0)
     assert known(curve).samples == 1
+
+
+@given(st.data())
+def test_a_kept_curve_with_any_numbers_changed_is_a_curve_that_goes_on_learning(data: st.DataObject) -> None:
+    kept = json.loads(json.dumps(taught(CPU, SIZES, rounds=5).dump()))
+    odd = st.sampled_from([0, -1, 1e-300, 1e12, 1e99, 1e308, 10**400, float("nan"), float("inf"), True, None, "1", []])
+    for _ in range(data.draw(st.integers(1, 4))):
+        segment = kept["segments"][data.draw(st.sampled_from(sorted(kept["segments"])))]
+        segment[data.draw(st.integers(0, 11))] = data.draw(odd)
+    if data.draw(st.booleans()):
+        kept[data.draw(st.sampled_from(["samples", "spread", "segments", "version"]))] = data.draw(odd)
+    curve = StepCurve.load(kept)
+    for _ in range(30):
+        curve.learn(4, 16, 60.0)
+    table = known(curve).table()
+    assert StepTimes.of(msgspec.json.decode(msgspec.json.encode(table), type=StepTable)) == known(curve)
 
 
 def test_the_nearest_sequence_that_never_falls() -> None:

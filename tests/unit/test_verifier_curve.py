@@ -115,7 +115,8 @@ async def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None
 async def test_a_broken_file_is_no_file_and_an_unwritable_one_no_end(tmp_path: Path) -> None:
     file = tmp_path / "m.json"
     engine = SimulatedTarget(World(), Timing(base_ms=0.2))
-    for broken in (b"{", b"[]", b'{"knots": "x"}', b"\xff"):
+    empty = b'{"version": 1, "samples": 5, "spread": 0.1, "segments": {"1": [1' + 11 * b", 0" + b"]}}"
+    for broken in (b"{", b"[]", b'{"knots": "x"}', b"\xff", b"", b"\0" * 4096, 100_000 * b"[", empty):
         file.write_bytes(broken)
         curve = LearnedCurve(file)
         await curve.prepare(engine, 257)
@@ -125,6 +126,9 @@ async def test_a_broken_file_is_no_file_and_an_unwritable_one_no_end(tmp_path: P
     lost = LearnedCurve(file / "below-a-file.json")
     lost.step_done([item()], 1, 5.0)
     await lost.save()
+    file.unlink()
+    await lost.save()  # there is room now, and no further step
+    assert json.loads((file / "below-a-file.json").read_bytes())
     await engine.close()
 
 
