@@ -63,6 +63,8 @@ class DraftDesk:
                 live.forecast.block_came(block.source, offer.attached, now)
             if offer.attached:
                 live.patience.block_came(now)
+            elif offer.history:
+                live.patience.late_block_came(now)
         if block.source == "hosted":
             self._house.hosted.block_came(live)
 

@@ -22,7 +22,7 @@ class Patience:
     starved_since: float | None = None
     """Reset by every decided step."""
     dry_since: float | None = None
-    """Reset by every block only, so that plain steps in between do not shorten the estimate."""
+    """Reset by blocks only, so that plain steps in between do not shorten the estimate."""
 
     def starve(self, now: float) -> None:
         if self.starved_since is None:
@@ -36,6 +36,12 @@ class Patience:
             smooth = 0.9 * self.round_trip_s + 0.1 * sample
             self.round_trip_s = max(sample, smooth)
         self.dry_since = self.starved_since = None
+
+    def late_block_came(self, now: float) -> None:
+        """Plain steps were ahead of it, so no draft of it is held: the wait was too short for this round trip."""
+        if self.dry_since is not None:
+            self.round_trip_s = max(self.round_trip_s, min(now - self.dry_since, LONGEST_ROUND_TRIP_S))
+        self.dry_since = None
 
     def stepped(self) -> None:
         self.starved_since = None

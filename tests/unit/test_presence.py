@@ -102,6 +102,26 @@ def test_plain_steps_in_between_do_not_shorten_the_estimate() -> None:
     assert one.round_trip_s == pytest.approx(1.0)
 
 
+def test_a_block_that_plain_steps_were_ahead_of_shows_that_the_wait_was_too_short() -> None:
+    """Two seconds away, where a wait of the first guess gives up after less than half a second."""
+    one, now = Patience(), 0.0
+    while now < 2.0:
+        one.starve(now)
+        now = one.ends_at(hosted=False) or now
+        one.stepped()
+    one.starve(2.0)
+    one.late_block_came(2.0)
+    assert one.round_trip_s == pytest.approx(2.0)
+    one.stepped()
+    one.starve(2.5)
+    one.late_block_came(2.6)
+    assert one.round_trip_s == pytest.approx(2.0), "the gap between two late ones is no round trip"
+    one.starve(3.0)
+    assert not one.exhausted(5.0, hosted=False)
+    one.block_came(5.0)
+    assert one.round_trip_s == pytest.approx(2.0)
+
+
 def test_a_step_and_a_pause_begin_the_wait_anew() -> None:
     one = Patience()
     one.starve(0.0)
