@@ -1,10 +1,11 @@
 # One command for people and CI. `make help` lists the targets.
 #
 #   LLAMA_NATIVE=1     llama.cpp for this machine's instruction set instead of the AVX2 baseline
-#   HTTP_PORT=8080     port of the gateway for `make up` (NATS_PORT, REDIS_PORT likewise; STACK_ARGS for more options)
+#   HTTP_PORT=8080     port of the gateway for `make up` (NATS_PORT, REDIS_PORT likewise)
+#   STACK_ARGS="..."   more options of `make up`: --verifiers 2
 #   FOLLOW=1           `make logs` goes on with what comes; PROCESS=batcher-0 shows one process alone
-#   PAIR=smollm2       model pair for demo, compare, grid and up
-#   JSON=FILE          report of compare or grid; ARGS="--resume --rtt-ms 100" are more options of grid
+#   PAIR=smollm2       model pair for demo (there smollm2-hi unless said), compare, grid and up
+#   JSON=FILE          report of compare, grid or simulate; ARGS="--resume --rtt-ms 100" are more options of theirs
 
 SHELL := /bin/bash -o pipefail
 .DEFAULT_GOAL := help
@@ -33,6 +34,7 @@ $(READY): pyproject.toml constraints.txt deploy/bootstrap.py deploy/build_llama.
 models: setup  ## fetch and check the model pair
 	@.venv/bin/paceline models pull $(PAIR)
 
+demo: PAIR := smollm2-hi
 demo: models  ## the whole line on this machine, over a 60 ms link, with a table at the end
 	@$(RUN) loadgen demo --pair $(PAIR)
 
@@ -46,8 +48,8 @@ lint: setup  ## style, types, import rules
 	@.venv/bin/lint-imports
 
 compare grid simulate: JSON ?= .state/$@.json
-compare: models  ## cloud, synchronous, deep and Paceline side by side; JSON=FILE takes the report
-	@$(RUN) loadgen compare --pair $(PAIR) --rtt-ms 0,60,100 --json $(JSON)
+compare: models  ## cloud, synchronous, deep and Paceline side by side (half an hour; less with ARGS="--repeats 1")
+	@$(RUN) loadgen compare --pair $(PAIR) --rtt-ms 0,60,100 --json $(JSON) $(ARGS)
 
 grid: models  ## every mode over round trips, sessions, temperatures (hours; minutes with ARGS=--quick)
 	@$(RUN) loadgen grid --pair $(PAIR) --json $(JSON) $(ARGS)

@@ -24,7 +24,12 @@ from loadgen.simulate_cli import simulate_fleet
 from paceline.errors import PacelineError
 from paceline.wire import MAX_CHAIN_NODES
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Workloads, WAN emulation, baselines and reports.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Workloads, WAN emulation, baselines and reports.",
+)
 app.command()(grid)
 app.command("simulate")(simulate_fleet)
 COMPARED = 8

@@ -58,7 +58,7 @@ def grid(  # noqa: PLR0917 (each is an option)
     out: Annotated[Path | None, typer.Option(help="Write Markdown, plots and the JSON into this folder.")] = None,
 ) -> None:
     """All modes and baselines over round trips, sessions and temperatures; slow, and goes on where it stopped."""
-    pairs = options.words(",".join(pair or ["smollm2"]), "--pair")
+    pairs = options.pairs(",".join(pair or ["smollm2"]))
     chosen = prompt_set(prompts_of)
     count = chosen.count(prompts, TERMS.prompts)
     terms = Terms(count, chosen.name, tokens, repeats, modes=_modes(modes), draft_ms=draft_ms or None)

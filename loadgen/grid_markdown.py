@@ -36,6 +36,10 @@ def title_of(pair: str, sessions: int, temperature: float) -> str:
     return f"{pair}, {sessions} session{'s' if sessions > 1 else ''}, temperature {temperature:g}"
 
 
+def _repeats(count: int) -> str:
+    return "one repeat" if count == 1 else f"{count} interleaved repeats"
+
+
 def modes_in(cells: Sequence[Cell]) -> list[str]:
     return [name for name in ALL_MODES if any(name in cell["modes"] for cell in cells)]
 
@@ -53,7 +57,7 @@ def _head(report: Mapping[str, Any]) -> str:
     return (
         f"# Grid\n\nCommit {report['commit']}, {report['started']}, {machine['cores']} x {machine['cpu']}, "
         f"{machine['memory_gib']} GiB; {prompts} (one a session where there are more) x "
-        f"{terms['tokens']} tokens, {terms['repeats']} interleaved repeats.{simulated} "
+        f"{terms['tokens']} tokens, {_repeats(terms['repeats'])}.{simulated} "
         f"{_texts(report['divergences'])}\n\n"
         "Milliseconds a token, the median of the repeats; in brackets what the theory expects from quantities "
         "measured in the cell. `deep` and `deep_alt` are Paceline without fill, `edge` is the draft model alone and "

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import typer
 
+from paceline import models
+from paceline.errors import ModelError
+from paceline.settings import Settings
+
 LONGEST_RTT_MS = 10_000.0
 """An edge gives up dialling after this time."""
 HIGHEST_TEMPERATURE = 10.0
@@ -19,6 +23,17 @@ def words(text: str, option: str) -> list[str]:
     found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not found:
         raise typer.BadParameter(f"`{text}` names nothing", param_hint=option)
+    return found
+
+
+def pairs(text: str) -> list[str]:
+    """Model pairs of the catalog."""
+    found, extra = words(text, "--pair"), Settings.load().catalog_file
+    for name in found:
+        try:
+            models.pair_named(name, extra)
+        except ModelError as error:
+            raise typer.BadParameter(str(error), param_hint="--pair") from error
     return found
 
 

@@ -1,7 +1,8 @@
 """Proof that replayed drafts are the drafts of the model: real runs live, live again, and replayed.
 
 The first runs are recorded and give the pace of a pass by the tokens that it feeds. The second ones draft live again:
-wherever they come to a path that was recorded, the guess must be the recorded one. The third ones replay at that pace.
+wherever they come to a path that was recorded, the guess is compared with it (passes round differently with other rows
+beside them). The third ones replay at that pace.
 """
 
 from __future__ import annotations

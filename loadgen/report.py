@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 import psutil
+from rich import box
 from rich.table import Table
 
 from loadgen.divergence import NEAR_TIE
@@ -29,15 +30,16 @@ BRIEF: tuple[Column, ...] = (
     ("tokens/step", "verifier_steps_per_token", "{:.2f}"),
 )
 FULL: tuple[Column, ...] = (
-    ("ms/token", "itl_ms_mean", "{:.1f}"),
+    ("ms a\ntoken", "itl_ms_mean", "{:.1f}"),
     ("theory", "predicted", "{:.1f}"),
     ("p99", "itl_ms_p99", "{:.0f}"),
-    ("first", "ttft_ms_p50", "{:.0f}"),
-    ("accept.", "acceptance", "{:.0%}"),
-    ("tok/step", "verifier_steps_per_token", "{:.2f}"),
-    ("B up", "bytes_up_per_drafted_token", "{:.1f}"),
-    ("B down", "bytes_down_per_committed_token", "{:.1f}"),
+    ("first\nms", "ttft_ms_p50", "{:.0f}"),
+    ("accep-\ntance", "acceptance", "{:.0%}"),
+    ("tokens\na step", "verifier_steps_per_token", "{:.2f}"),
+    ("bytes\nup", "bytes_up_per_drafted_token", "{:.1f}"),
+    ("bytes\ndown", "bytes_down_per_committed_token", "{:.1f}"),
 )
+"""Fits 80 columns."""
 
 
 def header(started: float) -> dict[str, Any]:
@@ -79,6 +81,8 @@ def table(cell: Mapping[str, Any], columns: Sequence[Column] = FULL) -> Table:
     simulated = ", simulated" if cell["simulated"] else ""
     title = f"{cell['pair']}, {cell['rtt_ms']:g} ms round trip, temperature {cell['temperature']:g}{simulated}"
     grid = Table(title=title, title_justify="left")
+    if columns is FULL:  # no frame: the columns take all the room of a narrow terminal
+        grid.box, grid.collapse_padding, grid.pad_edge = box.SIMPLE_HEAD, True, False
     grid.add_column("mode", no_wrap=True)
     for heading, _, _ in columns:
         grid.add_column(heading, justify="right", no_wrap=True)
@@ -97,6 +101,8 @@ def only_near_ties(report: Mapping[str, Any]) -> bool:
 def verdict(report: Mapping[str, Any], names: Sequence[str]) -> str:
     """One line: are the texts of the modes `names` identical?"""
     modes, splits = ", ".join(names), report["divergences"]
+    if not report["cells"]:
+        return "[red]nothing was measured[/red]"
     if not splits:
         return f"[green]texts of {modes}: identical[/green]"
     known = [split["margin"] for split in splits if split["margin"] is not None]

@@ -11,6 +11,8 @@ from loadgen.simulate_cells import HEADLINE_MS, frontier
 NAMES = {"plain": "plain", "colocated": "co-located", "sync": "synchronous", "paceline": "Paceline"}
 COLOURS = {"plain": "0.55", "colocated": "tab:orange", "sync": "tab:red", "paceline": "tab:blue"}
 MOST_PANELS = 6
+DARK_TEXT_ABOVE = 2.2
+"""Of the break-even map: from there its colours are too light for white figures."""
 
 
 def write(result: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -94,11 +96,11 @@ def _break_even(result: Mapping[str, Any]) -> Any:
         image = axes.imshow(speedup, origin="lower", aspect="auto", vmin=0.8, vmax=3.0, cmap="viridis")
         for row, rate in enumerate(rates):
             for column, rtt in enumerate(rtts):
-                axes.text(
-                    column, row, f"{at[rtt, rate]['speedup']:.2f}", ha="center", va="center", fontsize=7, color="w"
-                )
+                value = at[rtt, rate]["speedup"]
+                colour = "black" if value > DARK_TEXT_ABOVE else "white"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour, zorder=3)
         if deep.min() < 1.0 < deep.max():
-            axes.contour(deep, levels=[1.0], colors="w", linestyles="dashed")
+            axes.contour(deep, levels=[1.0], colors="w", linestyles="dashed", linewidths=1.2, alpha=0.6)
         axes.set_xticks(range(len(rtts)), [f"{rtt:g}" for rtt in rtts])
         axes.set_yticks(range(len(rates)), [f"{rate:g}" for rate in rates])
         axes.set_title(f"t_d / t_1 = {panel['t_d_over_t_1']:g}, t_1 = {panel['t_1_ms']:.0f} ms", fontsize=9)
@@ -120,7 +122,10 @@ def _price(result: Mapping[str, Any]) -> Any:
     lower.plot(moments, [step["chain"] for step in steps], color="tab:green", linewidth=0.8)
     lower.set_ylabel("drafts a session and step")
     lower.set_xlabel("s (simulated)")
+    lower.set_ylim(top=1.15 * lower.get_ylim()[1])
     for moment, sessions in result["price"]["loads"]:
         lower.axvline(moment, color="0.6", linewidth=0.8)
-        lower.text(moment, lower.get_ylim()[1], f" {sessions}", va="top", fontsize=8)
+        label = f"{sessions} session" + ("s" if sessions != 1 else "")
+        lower.annotate(label, (moment, 1), xycoords=("data", "axes fraction"), xytext=(3, -4),
+                       textcoords="offset points", va="top", fontsize=8)  # fmt: skip
     return figure

@@ -77,7 +77,12 @@ def figures(result: Mapping[str, Any]) -> list[str]:
     return [
         "## Figures",
         "",
+        "Goodput over that of plain decoding; a missing bar: no load keeps the objective. Labels: accelerator, model, "
+        "context in tokens, device, round trip.",
+        "",
         f"![Goodput at {HEADLINE_MS:g} ms](simulate-goodput.png)",
+        "",
+        "The same from few sessions to many: throughput against the 99th percentile of inter-token latency.",
         "",
         "![Throughput against latency](simulate-latency.png)",
         "",

@@ -29,11 +29,11 @@ class GatewayApi:
         self._headers = {"Authorization": f"Bearer {key}"}
 
     async def card(self, model: str, cache: Path | None = None) -> ModelCard:
-        """The target's card. With `cache`, a directory, a card that was fetched before is used again as long as the
-        gateway names the same fingerprint, context, template and end ids."""
+        """The target's card. With `cache`, a directory, a card that was fetched before is used again as long as it
+        is this model's and the gateway names the same fingerprint, context, template and end ids."""
         described = _described(await self._entry(model), model)
         kept = None if cache is None else cache / f"{described['fingerprint']}.json"
-        if kept is not None and (card := await asyncio.to_thread(_reusable, kept, described)) is not None:
+        if kept is not None and (card := await asyncio.to_thread(_reusable, kept, model, described)) is not None:
             return card
         card = _card(await self._call("GET", f"/v1/models/{model}?card=1"))
         if kept is not None:
@@ -125,7 +125,8 @@ def _described(answer: Any, model: str) -> dict[str, Any]:
     return described
 
 
-def _reusable(path: Path, described: dict[str, Any]) -> ModelCard | None:
+def _reusable(path: Path, model: str, described: dict[str, Any]) -> ModelCard | None:
+    """None where nothing fits. Models of one vocabulary, such as one target's two pairs, have one fingerprint."""
     if not path.exists():
         return None
     try:
@@ -134,7 +135,7 @@ def _reusable(path: Path, described: dict[str, Any]) -> ModelCard | None:
         return None
     known = orjson.loads(msgspec.json.encode(card))
     same = all(known[name] == value for name, value in described.items() if name in known)
-    return card if same else None
+    return card if same and card.model == model else None
 
 
 def _keep(path: Path, card: ModelCard) -> None:

@@ -24,6 +24,7 @@ app = typer.Typer(
     name="paceline",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Talk to a large model in the cloud, with a small one here that drafts for it.",
 )
@@ -35,26 +36,42 @@ Gateway = Annotated[
     str | None, typer.Option("--gateway", metavar="URL", help="Gateway to use (or PACELINE_GATEWAY_URL).")
 ]
 Key = Annotated[str | None, typer.Option("--key", metavar="KEY", help="API key (better: PACELINE_API_KEY).")]
-Model = Annotated[str | None, typer.Option("--model", "-m", help="Model pair (or PACELINE_MODEL).")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="Longest answer in tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", min=0, max=10, help="0: the likeliest token.")]
-TopK = Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(min=1e-6, max=1, help="Sample from the likeliest of this total probability.")]
-MinP = Annotated[float, typer.Option(min=0, max=1, help="Leave out tokens below this share of the likeliest's.")]
-Repetition = Annotated[float, typer.Option(min=0.01, max=10, help="Penalty on tokens seen before; 1: none.")]
-Presence = Annotated[float, typer.Option(min=-2, max=2)]
-Frequency = Annotated[float, typer.Option(min=-2, max=2)]
-Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same answer.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="End the answer before this text; may be repeated.")]
-System = Annotated[str | None, typer.Option("--system", help="Instructions that come before the conversation.")]
+Model = Annotated[str | None, typer.Option("--model", "-m", metavar="PAIR", help="Model pair (or PACELINE_MODEL).")]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", "-n", metavar="N", min=1, help="Longest answer in tokens.")
+]
+Temperature = Annotated[
+    float, typer.Option("--temperature", "-t", metavar="X", min=0, max=10, help="0: the likeliest token.")
+]
+TopK = Annotated[int, typer.Option(metavar="N", min=0, help="Sample from the k likeliest tokens; 0: all.")]
+TopP = Annotated[
+    float, typer.Option(metavar="X", min=1e-6, max=1, help="Sample from the likeliest of this total probability.")
+]
+MinP = Annotated[
+    float, typer.Option(metavar="X", min=0, max=1, help="Leave out tokens below this share of the likeliest's.")
+]
+Repetition = Annotated[
+    float, typer.Option(metavar="X", min=0.01, max=10, help="Penalty on tokens seen before; 1: none.")
+]
+Presence = Annotated[float, typer.Option(metavar="X", min=-2, max=2, help="Penalty on tokens of the answer so far.")]
+Frequency = Annotated[float, typer.Option(metavar="X", min=-2, max=2, help="The same, for each time they came.")]
+Seed = Annotated[int | None, typer.Option(metavar="N", min=0, help="Same seed, same answer.")]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer before this text; may be repeated.")
+]
+System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="Instructions that come before the conversation.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object with text, usage and figures, for scripts.")]
 Report = Annotated[bool, typer.Option("--json", help="The gateway's report as one JSON object, for scripts.")]
 ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help="Colour tokens by how they came about.")]
 ShowStats = Annotated[bool, typer.Option("--stats", help="Figures after the answer.")]
 Drafting = Annotated[bool, typer.Option("--speculation/--no-speculation", help="Off: the cloud decodes by itself.")]
 Hosted = Annotated[bool, typer.Option("--hosted", help="Let the cloud draft too; needs no model here.")]
-MaxDraft = Annotated[int, typer.Option("--max-draft", min=1, max=wire.MAX_CHAIN_NODES, help="Longest draft block.")]
-Threads = Annotated[int | None, typer.Option("--draft-threads", min=1, help="Threads of the draft model.")]
+MaxDraft = Annotated[
+    int, typer.Option("--max-draft", metavar="N", min=1, max=wire.MAX_CHAIN_NODES, help="Longest draft block.")
+]
+Threads = Annotated[int | None, typer.Option("--draft-threads", metavar="N", min=1, help="Threads of the draft model.")]
 Depth = Annotated[int, typer.Option("--depth", min=0, hidden=True)]
 Fill = Annotated[bool, typer.Option("--fill/--no-fill", hidden=True)]
 
@@ -134,7 +151,7 @@ def chat_command(  # noqa: PLR0917 (each is an option)
 
 @app.command()
 def status(gateway: Gateway = None, key: Key = None, as_json: Report = False) -> None:
-    """What the cloud is doing: verifiers, batchers, drafters, and what the policy decided and why."""
+    """Who runs, who sits where, what the policy decided and why."""
     report = _asked(_settings(gateway, key), lambda api: api.system())
     if as_json:
         _print_json(report)
@@ -150,7 +167,10 @@ def drain(
     key: Key = None,
     as_json: Report = False,
 ) -> None:
-    """Move all sessions off a verifier; their streams go on. Needs an admin key."""
+    """Move sessions off a verifier; their streams go on.
+
+    There must be another verifier. Needs an admin key.
+    """
     screen = Screen()
     with screen.err.status(f"draining {verifier}" if not undo else f"giving {verifier} back"):
         report = _asked(_settings(gateway, key), lambda api: api.drain(verifier, undo=undo))
@@ -190,7 +210,7 @@ def models_pull(name: Annotated[str | None, typer.Argument(help="Pair; default: 
 
 @models_app.command("verify")
 def models_verify(name: Annotated[str | None, typer.Argument(help="Pair; default: PACELINE_MODEL.")] = None) -> None:
-    """Read every byte of a pulled pair and compare it with what was recorded."""
+    """Read every byte of a pulled pair, and compare."""
     settings, screen = Settings.load(), Screen()
     pair = name or settings.model
     with screen.err.status(f"verifying {pair}"):
@@ -228,7 +248,7 @@ def _stages(screen: Screen) -> Callable[[str], None]:
     def show(line: str) -> None:
         if line not in told:
             told.add(line)
-            screen.err.print(f"  {line}", markup=False)
+            screen.err.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
     return show
 

@@ -174,10 +174,12 @@ class DraftView:
     def _body(self) -> RenderableType:
         drafted = self._tokenizer.decode(self._pending.tokens)
         text = Text.assemble(self._text, (drafted, DRAFTED_STYLE))
-        return Group(text, Text(), Text(self._link, "yellow") if self._link else legend(self._kinds))
+        return Group(text, Text(), Text(self._link, "yellow") if self._link else legend(self._kinds, self._out.width))
 
     def _finished(self, event: Finished) -> None:
         self.close()
         show_end(self._err, event)
-        self._err.print(legend(event.stats.kinds), highlight=False)
-        self._err.print(figures(event.stats))
+        if event.error is None or event.stats.completion_tokens:
+            self._err.print()
+            self._err.print(legend(event.stats.kinds, self._err.width), highlight=False)
+            self._err.print(figures(event.stats))

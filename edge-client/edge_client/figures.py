@@ -16,10 +16,15 @@ _NAMES = {"e": "from edge", "h": "from hosted", "l": "from look-up", "c": "corre
 DRAFTED_STYLE = "dim italic"
 
 
-def legend(kinds: dict[str, int]) -> Text:
-    """What the colours mean, with counts."""
+def legend(kinds: dict[str, int], width: int) -> Text:
+    """What the colours mean, with counts. A line ends between two entries, never within one."""
     parts = [Text.assemble((f"■ {name}", KIND_STYLES[kind]), f" {kinds.get(kind, 0)}") for kind, name in _seen(kinds)]
-    return Text("  ").join([*parts, Text("■ drafted", DRAFTED_STYLE)])
+    lines = [Text()]
+    for part in [*parts, Text("■ drafted", DRAFTED_STYLE)]:
+        if lines[-1] and lines[-1].cell_len + 2 + part.cell_len > width:
+            lines.append(Text())
+        lines[-1].append("  " if lines[-1] else "").append_text(part)
+    return Text("\n").join(lines)
 
 
 def _seen(kinds: dict[str, int]) -> list[tuple[str, str]]:

@@ -128,7 +128,7 @@ class PlainView:
     def _finished(self, event: Finished) -> None:
         self.close()
         show_end(self._err, event)
-        if self._stats:
+        if self._stats and (event.error is None or event.stats.completion_tokens):
             self._err.print(figures(event.stats))
 
 

@@ -400,6 +400,8 @@ async def test_the_card_is_fetched_once_and_again_when_it_changed(gateway: Scrip
         assert gateway.card_requests == 2
         (tmp_path / f"{CARD.fingerprint}.json").write_text("{")
         assert (await api.card(CARD.model, tmp_path)).context == 64
+        msgspec.structs.replace(gateway.card, model="another").save(tmp_path / f"{CARD.fingerprint}.json")
+        assert (await api.card(CARD.model, tmp_path)).model == CARD.model
 
 
 async def test_a_draft_model_with_another_vocabulary_is_refused(

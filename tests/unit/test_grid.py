@@ -334,7 +334,8 @@ BAD = [
     "--temperature nan", "--temperature 11",
 ]  # fmt: skip
 BAD_OF_GRID = ["--sessions nan", "--sessions inf", "--sessions 1.5", "--sessions 0", "--sessions 1e9", "--sessions ,",
-               "--modes ,", "--modes deep,dep", "--pair ,", "--draft-ms nan", "--out /dev/null/x"]  # fmt: skip
+               "--modes ,", "--modes deep,dep", "--pair ,", "--pair toy,nope", "--draft-ms nan",
+               "--out /dev/null/x"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -163,15 +163,16 @@ def test_the_table_says_that_it_is_simulated_and_shows_tokens_per_step() -> None
 
 
 def test_the_verdict_names_the_modes_and_the_largest_margin() -> None:
-    assert "identical" in shown(report.verdict({"divergences": []}, ("cloud", "sync")))
-    near = {"divergences": [{"margin": 0.002}, {"margin": 0.01}]}
+    assert "identical" in shown(report.verdict({"cells": [{}], "divergences": []}, ("cloud", "sync")))
+    assert "nothing was measured" in shown(report.verdict({"cells": [], "divergences": []}, ("cloud",)))
+    near = {"cells": [{}], "divergences": [{"margin": 0.002}, {"margin": 0.01}]}
     assert report.only_near_ties(near)
     assert "2 near ties (margins 0.01, 0.002)" in shown(report.verdict(near, ("cloud", "sync")))
 
 
 @pytest.mark.parametrize("margin", [0.2, None])
 def test_a_difference_that_is_no_near_tie_is_called_one(margin: float | None) -> None:
-    found = {"divergences": [{"margin": 0.002}, {"margin": margin}]}
+    found = {"cells": [{}], "divergences": [{"margin": 0.002}, {"margin": margin}]}
     assert not report.only_near_ties(found)
     assert "2 differ" in shown(report.verdict(found, ("cloud",)))
 
