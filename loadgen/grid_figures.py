@@ -81,11 +81,15 @@ def cell_report(cell: CellRuns) -> dict[str, Any]:
 
 def mode_report(mode: ModeRuns, *, replayed: bool) -> dict[str, Any]:
     """figures() over all sessions, with the throughput of all of them together: tokens of a repeat over the time from
-    its waves' requests to their last tokens. `spread` belongs to itl_ms_mean, `tokens_per_s_spread` to tokens_per_s."""
+    its waves' requests to their last tokens, and while all of them decode. `spread` belongs to itl_ms_mean,
+    `tokens_per_s_spread` to tokens_per_s."""
     rates = [throughput(repeat) for repeat in mode.repeats]
+    full = [rate for repeat in mode.repeats if (rate := full_throughput(repeat)) is not None]
     found: dict[str, Any] = {} if mode.g is None else {"g": mode.g}
     found |= figures([[run for wave in repeat for run in wave.runs] for repeat in mode.repeats])
     found |= {"tokens_per_s": statistics.median(rates), "tokens_per_s_spread": [min(rates), max(rates)]}
+    if full:
+        found |= {"tokens_per_s_full": statistics.median(full), "tokens_per_s_full_spread": [min(full), max(full)]}
     drafted = drafting_of(mode.waves)
     asked = replayed and drafted.guesses
     replay = {"replay_misses": drafted.miss_share, "tried_again": mode.tried_again} if asked else {}
@@ -95,6 +99,20 @@ def mode_report(mode: ModeRuns, *, replayed: bool) -> dict[str, Any]:
 def throughput(waves: Sequence[Waved]) -> float:
     """Tokens per second of one repeat."""
     return 1e3 * sum(len(run.tokens) for wave in waves for run in wave.runs) / sum(wave.span_ms for wave in waves)
+
+
+def full_throughput(waves: Sequence[Waved]) -> float | None:
+    """Tokens per second while every session of a wave decodes: from the last one's first token to the first one's end.
+    A short run has a beginning and an end in which few do. None for single sessions and where there is no such time."""
+    tokens, span_ms = 0, 0.0
+    for wave in waves:
+        since = max(run.chunks[0][0] for run in wave.runs)
+        until = min(run.chunks[-1][0] for run in wave.runs)
+        if len(wave.runs) < 2 or until <= since:
+            return None
+        tokens += sum(count for run in wave.runs for came, count in run.chunks if since < came <= until)
+        span_ms += until - since
+    return 1e3 * tokens / span_ms
 
 
 def sources(runs: Sequence[Run]) -> dict[str, dict[str, int]]:
@@ -126,6 +144,9 @@ def ratios(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         found["itl"] = ratio(modes["paceline"]["itl_ms_mean"], baselines[fastest]["itl_ms_mean"])
         found["best_throughput_baseline"] = most
         found["tokens_per_s"] = ratio(modes["paceline"]["tokens_per_s"], baselines[most]["tokens_per_s"])
+        full = [mode["tokens_per_s_full"] for mode in baselines.values() if "tokens_per_s_full" in mode]
+        if full and "tokens_per_s_full" in modes["paceline"]:
+            found["tokens_per_s_full"] = ratio(modes["paceline"]["tokens_per_s_full"], max(full))
     if "sync" in modes:
         slow = modes["sync"]["itl_ms_mean"]
         found["speed_up_over_sync"] = {
@@ -166,12 +187,14 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _group(pair: str, sessions: int, temperature: float, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     worst = max(cells, key=lambda cell: float(cell["ratios"]["itl"]))
     least = min(cells, key=lambda cell: float(cell["ratios"]["tokens_per_s"]))
+    full = [cell["ratios"]["tokens_per_s_full"] for cell in cells if "tokens_per_s_full" in cell["ratios"]]
     over_sync = [cell["ratios"]["speed_up_over_sync"]["paceline"] for cell in cells if "sync" in cell["modes"]]
     return {
         "pair": pair, "sessions": sessions, "temperature": temperature, "cells": len(cells),
         "itl_ratio_worst": worst["ratios"]["itl"], "itl_ratio_worst_at_ms": worst["rtt_ms"],
         "tokens_per_s_ratio_least": least["ratios"]["tokens_per_s"],
         "tokens_per_s_ratio_least_at_ms": least["rtt_ms"],
+        "tokens_per_s_full_ratio_least": min(full, default=None),
         "speed_up_over_sync": [min(over_sync), max(over_sync)] if over_sync else None,
     }  # fmt: skip
 

@@ -41,7 +41,7 @@ class GridFile:
         self.file, self.terms = file, terms
         self._started = time.time()
         self._before = before or {}
-        self.cells: list[dict[str, Any]] = list(self._before.get("cells", ()))
+        self.cells: list[dict[str, Any]] = [self._figured(cell) for cell in self._before.get("cells", ())]
         self.divergences: list[dict[str, Any]] = list(self._before.get("divergences", ()))
         self.replay_checks: list[dict[str, Any]] = list(self._before.get("replay_checks", ()))
 
@@ -64,6 +64,14 @@ class GridFile:
     @property
     def places(self) -> set[Place]:
         return {Place.of(cell) for cell in self.cells}
+
+    def _figured(self, cell: dict[str, Any]) -> dict[str, Any]:
+        """A cell of the report, figured anew from its runs where they are there: a later version may know more."""
+        try:
+            runs = msgspec.json.decode((self.parts / f"{Place.of(cell).stem}.json").read_bytes(), type=CellRuns)
+        except (OSError, msgspec.DecodeError):
+            return cell
+        return cell_report(runs) if runs.place == Place.of(cell) else cell
 
     @property
     def parts(self) -> Path:

@@ -78,7 +78,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     head = ["", "cells", "latency, Paceline / best baseline: worst", "throughput, Paceline / best baseline: least",
-            "speed-up over sync"]  # fmt: skip
+            "while all decode: least", "speed-up over sync"]  # fmt: skip
     return table(head, [_summary_row(row) for row in rows])
 
 
@@ -89,6 +89,7 @@ def _summary_row(row: Mapping[str, Any]) -> list[str]:
         str(row["cells"]),
         f"{row['itl_ratio_worst']:.2f} at {row['itl_ratio_worst_at_ms']:g} ms",
         f"{row['tokens_per_s_ratio_least']:.2f} at {row['tokens_per_s_ratio_least_at_ms']:g} ms",
+        _number(row.get("tokens_per_s_full_ratio_least"), ".2f"),
         "-" if speed_up is None else f"{speed_up[0]:.2f} to {speed_up[1]:.2f}",
     ]
 
@@ -116,8 +117,8 @@ def _itl(cell: Cell, name: str) -> str:
 
 def _work(cells: Sequence[Cell]) -> str:
     """What the verifier and the link do for it."""
-    head = ["round trip ms", "mode", "tokens/s", "spread ms", "p99 ms", "first ms", "steps a token", "verified a token",
-            "accepted of the verified", "bytes up", "bytes down", "not recorded"]  # fmt: skip
+    head = ["round trip ms", "mode", "tokens/s", "while all decode", "spread ms", "p99 ms", "first ms", "steps a token",
+            "verified a token", "accepted of the verified", "bytes up", "bytes down", "not recorded"]  # fmt: skip
     rows = [_work_row(cell, name, cell["modes"][name]) for cell in cells for name in modes_in([cell])]
     return "<details><summary>throughput, verifier work, bytes</summary>\n\n" + table(head, rows) + "\n\n</details>"
 
@@ -125,7 +126,8 @@ def _work(cells: Sequence[Cell]) -> str:
 def _work_row(cell: Cell, name: str, mode: Mapping[str, Any]) -> list[str]:
     low, high = mode["spread"]
     return [
-        f"{cell['rtt_ms']:g}", name, _number(mode["tokens_per_s"], ".1f"), f"{low:.1f}-{high:.1f}",
+        f"{cell['rtt_ms']:g}", name, _number(mode["tokens_per_s"], ".1f"),
+        _number(mode.get("tokens_per_s_full"), ".1f"), f"{low:.1f}-{high:.1f}",
         _number(mode["itl_ms_p99"], ".0f"), _number(mode["ttft_ms_p50"], ".0f"),
         _number(mode["verifier_steps_per_token"], ".2f"), _number(mode["verifier_tokens_per_token"], ".2f"),
         _number(mode["acceptance"], ".0%"), _number(mode["bytes_up_per_drafted_token"], ".1f"),

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 import pytest
-from loadgen_kit import FakeEdge, FakeRig, paced
+from loadgen_kit import FakeEdge, FakeRig, paced, run
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -25,7 +25,17 @@ from loadgen import grid_cli, grid_plan, report
 from loadgen.__main__ import app
 from loadgen.grid import CellMeter
 from loadgen.grid_cli import GridRun, line
-from loadgen.grid_figures import CellRuns, ModeRuns, Surroundings, cell_report, crossing, ratios, sources, summary
+from loadgen.grid_figures import (
+    CellRuns,
+    ModeRuns,
+    Surroundings,
+    cell_report,
+    crossing,
+    full_throughput,
+    ratios,
+    sources,
+    summary,
+)
 from loadgen.grid_file import GridFile
 from loadgen.grid_markdown import groups, markdown, table
 from loadgen.grid_plan import ALL_MODES, BLOCKS, Place, Terms
@@ -186,6 +196,15 @@ def test_throughput_is_of_all_sessions_until_the_last_token_of_all() -> None:
     assert shown["tokens_per_s_spread"] == pytest.approx([second, first])
     assert shown["spread"] == [15, 30]
     assert shown["itl_ms_mean"] == 22.5
+    both_decode = [1e3 * (7 + 2 + 14) / 140, 1e3 * 28 / 420]
+    assert shown["tokens_per_s_full"] == pytest.approx(sum(both_decode) / 2)
+    assert shown["tokens_per_s_full_spread"] == pytest.approx(sorted(both_decode))
+
+
+def test_there_is_no_time_in_which_all_decode_where_one_begins_after_another_one_ended() -> None:
+    late = run((400.0, 1), (410.0, 1))
+    assert full_throughput([Waved((paced(10), late))]) is None
+    assert full_throughput([Waved((paced(10),))]) is None
 
 
 def test_sources_are_told_apart() -> None:
@@ -221,6 +240,10 @@ def test_ratios_are_against_the_best_baseline_of_the_cell() -> None:
     found = ratios(modes)
     assert (found["best_baseline"], found["itl"]) == ("colocated", 1.25)
     assert (found["best_throughput_baseline"], found["tokens_per_s"]) == ("cloud", 0.9)
+    assert "tokens_per_s_full" not in found
+    rates = {"cloud": 80, "colocated": 50, "paceline": 84}
+    full = ratios({name: {**modes[name], "tokens_per_s_full": rate} for name, rate in rates.items()})
+    assert full["tokens_per_s_full"] == pytest.approx(1.05)
     assert found["speed_up_over_sync"] == {"cloud": 2, "colocated": 3, "deep": 60, "paceline": 2.4}
     assert ratios({"deep": modes["deep"]}) == {}
 
@@ -254,6 +277,7 @@ def test_a_report_is_written_after_every_cell_and_resumed(tmp_path: Path) -> Non
 
     resumed = GridFile.open(file, TERMS, resume=True)
     assert resumed.places == {PLACE}
+    assert resumed.cells == [cell_report(cell_of())], "figured anew from the runs"
     other = Place("toy", 20.0, 1, 0.0)
     resumed.add(cell_of(other), [])
     read = orjson.loads(file.read_bytes())
