@@ -53,7 +53,6 @@ MAX_BUSY = 256
 REMEMBERED = 1024
 LOOK_AGAIN_S = 1.0
 """A session that we do not know is looked for in the store at most this often."""
-
 VERIFIER_WAIT_S = 2.0
 """A verifier that was heard of lately may be held up, or this process was. Within the gateway's own patience."""
 

@@ -97,8 +97,8 @@ def choose(
 
     going_rate: tokens per ms that the verifier's time earns as a whole (going_rate.GoingRate). Where that is less than
     what the best step earns, there are bubbles that nothing fills, and a row may take time that is worth no more. While
-    history is fed there are none: time spent on drafts keeps those who are being read from decoding, so it is worth at
-    least what plain decoding of all would earn.
+    history is left to be fed there are none: time spent on drafts keeps those who wait for it from decoding, so it is
+    worth at least what plain decoding of all would earn.
 
     Deciding rows come first, one each, in fair order. A want that is worth less than 1 and is no `must` joins if its
     worth is at least what its time would earn for the others; alone it always joins."""
@@ -139,9 +139,12 @@ class _Base:
         """Would decide if that earns enough; their history is complete, or fed in this step."""
         self.crowded = False
         """Somebody who would decide has no row."""
+        self.behind = False
+        """Somebody's history is not complete after this step."""
         self.history = self.rows = self.context = 0
         for place, want in enumerate(ordered):
             history = min(want.missing, chunk)
+            self.behind |= history < want.missing
             able = want.decides and history == want.missing
             optional = able and want.worth < 1.0 and not want.must
             decides = able and not optional and self.rows < steps
@@ -213,7 +216,7 @@ class _Earnings:
         self._context = base.context + _sums(extra.context)
         if times is None:
             return
-        if base.history:
+        if base.behind:
             wants = len(extra.names)
             self._least = wants / times.at(wants, base.context)
         n = np.arange(len(extra.values) + 1)
@@ -240,7 +243,7 @@ class _Earnings:
         if self._times is None:
             return 0.0
         marginal = self._times.at(self._rows(n) + 1) - self._times.at(self._rows(n))
-        return min(1.0, max(max(self.rate(n), self._least) * marginal, refused))
+        return min(1.0, max(self.rate(n) * marginal, self._least * marginal, refused))
 
     def _rows(self, n: int) -> int:
         return self._base.rows + self._base.history + n

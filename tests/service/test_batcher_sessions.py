@@ -114,6 +114,8 @@ async def test_a_new_batcher_tells_of_itself_once_it_knows_a_verifier() -> None:
 
         await made.bus.subscribe(subjects.BATCHER_STATUS.at(model=CARD.model), told, BatcherStatus)
         another = await made.another("second")
+        await asyncio.sleep(0.2)  # nothing comes of it while nobody speaks
+        assert not served
         await made.verifier()
         await soon(lambda: bool(served))
         assert served[0] == ["v1"]

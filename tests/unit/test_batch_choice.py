@@ -256,6 +256,8 @@ def test_while_others_are_read_drafts_are_measured_against_what_all_would_earn()
     assert choose([first], times=CPU, **limits).shares[0].draft > 0
     assert drafts(CPU) == drafts(CPU, going_rate=0.01) == 0
     assert drafts(GPU) == 3
+    alone = [first, Want("last", "t", missing=40, context=40)]  # read in this step: nobody waits for the next one
+    assert choose(alone, times=CPU, going_rate=0.01, **limits).shares[0].draft == 3
 
 
 def test_a_plain_step_that_could_wait_joins_where_it_earns_its_time() -> None:
