@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import pytest
 
 from paceline.engine import Decided, Failed, Fed, Outcome, Rule, TargetItem
 from paceline.engine_ports import BatchedDraft, BatchedTarget
 from paceline.engine_simulated import SimulatedDraft, SimulatedTarget
+from paceline.errors import EngineError
+from paceline.forward_pass import Row
 from paceline.wire import Sampling
 
 TOLERANCE = 0.15
@@ -21,6 +26,48 @@ STORY = "Once upon a time, in a small village by the sea, there lived a fisherma
 Wrong = Callable[[int], bool]
 
 
+class Faults(Protocol):
+    """Ways in which a target's model can fail, for as long as the patch lasts."""
+
+    def no_choice(self, patch: pytest.MonkeyPatch, target: BatchedTarget, rows: int) -> None:
+        """The logits of the first item of a pass, which feeds `rows` tokens, are no numbers."""
+        ...
+
+    def failing_pass(self, patch: pytest.MonkeyPatch, target: BatchedTarget, poison: int) -> None:
+        """A pass that feeds the token `poison` fails when a part of it is in memory."""
+        ...
+
+    def broken(self, patch: pytest.MonkeyPatch, target: BatchedTarget) -> None:
+        """The engine divides by zero where it would choose."""
+        ...
+
+
+class MemoryFaults:
+    """Of engines over a paceline.forward_pass.Memory."""
+
+    def no_choice(self, patch: pytest.MonkeyPatch, target: BatchedTarget, rows: int) -> None:
+        memory = target.engine.memory
+        real = memory.logits
+        patch.setattr(memory, "logits", lambda i, n: real(i, n) * float("nan") if i < rows else real(i, n))
+
+    def failing_pass(self, patch: pytest.MonkeyPatch, target: BatchedTarget, poison: int) -> None:
+        memory = target.engine.memory
+        real = memory.decode
+
+        def decode(rows: Sequence[Row]) -> None:
+            real(rows[: len(rows) // 2])  # what was in memory before the failure stays there
+            if any(row.token == poison for row in rows):
+                raise EngineError("made to fail")
+            for row in reversed(rows[: len(rows) // 2]):
+                memory.remove(row.sequence, row.position)
+            real(rows)
+
+        patch.setattr(memory, "decode", decode)
+
+    def broken(self, patch: pytest.MonkeyPatch, target: BatchedTarget) -> None:
+        patch.setattr(target.engine.memory, "logits", lambda _index, _length: 1 // 0)
+
+
 @dataclass
 class Kit:
     """What a contract test needs of one kind of engine. `exact`: batch shape does not touch the logits at all."""
@@ -29,6 +76,7 @@ class Kit:
     make_target: Callable[..., Awaitable[BatchedTarget]]
     make_draft: Callable[..., Awaitable[BatchedDraft]]
     encode: Callable[[str], list[int]]
+    faults: Faults = field(default_factory=MemoryFaults)
     opened: list[BatchedTarget | BatchedDraft] = field(default_factory=list)
 
     async def target(self, **room: int) -> BatchedTarget:

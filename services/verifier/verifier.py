@@ -19,7 +19,6 @@ from paceline import subjects, telemetry
 from paceline.bus import Received, Subscription
 from paceline.bus_delivery import refusal as refused
 from paceline.engine import Failed, Outcome, TargetEngine, TargetItem
-from paceline.engine_loading import load_target
 from paceline.errors import BusError, EngineError, StoreError, TooLarge, Unavailable
 from paceline.model_card import ModelCard
 from paceline.served_card import served_card
@@ -35,6 +34,7 @@ from paceline.wire import (
     VerifyResult,
 )
 from services.verifier.curve import LearnedCurve, curve_file, fed_tokens
+from services.verifier.engines import load_engine
 from services.verifier.ledger import SessionLedger, refusal
 from services.verifier.outcomes import outcome_of
 from services.verifier.reporting import Reporter
@@ -207,7 +207,7 @@ async def body(service: Service) -> AsyncIterator[None]:
     card = served_card(service.settings)
     reporter = Reporter(service, card)
     service.spawn(reporter.run(), "verifier status")
-    engine = await load_target(service.settings, card)
+    engine = await load_engine(service.settings, card)
     try:
         curve = LearnedCurve(None if card.simulated else curve_file(service.settings, engine.status().engine))
         await curve.prepare(engine, card.vocabulary)

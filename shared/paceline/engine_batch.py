@@ -1,4 +1,4 @@
-"""What the llama.cpp and the simulated engines share: jobs of many sessions in, one step over all, ledgers kept.
+"""What the engines share: jobs of many sessions in, one step over all, ledgers kept.
 
 The event loop plans a step (ledgers, room), a runner carries it out (a worker thread, or simulated time), and the event
 loop settles the ledgers. Steps never overlap. What is asked for while a step runs takes effect after it.
@@ -13,14 +13,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
-from paceline.engine import EngineStatus, Failed, Fed
+from paceline.engine import EngineStatus, Failed, Fed, TargetItem
 from paceline.errors import EngineError, NoRoom
-from paceline.forward_pass import Decide, Feed, Kept, Memory, forward
-from paceline.kv_ledger import Ledger, Ledgers
+from paceline.forward_pass import Decide, Feed, Kept, Model, Result
+from paceline.kv_ledger import Ledger, Ledgers, MemoryOp
 
 T = TypeVar("T")
 
 _SMOOTHING = 0.2
+
+
+Forward = Callable[[Sequence[MemoryOp], Sequence[Feed]], list[Result]]
+"""One step of a batch over a model's memory (paceline.forward_pass)."""
 
 
 class Runner(Protocol):
@@ -34,7 +38,8 @@ class Runner(Protocol):
 @dataclass(frozen=True)
 class Job:
     """One session's share of a step: KV for `path` and `draft`, then `decide`, if any, on the logits of the positions
-    after path, path + draft[:1], ... path + draft. branch_of: this is a branch of that session (see Ledgers)."""
+    after path, path + draft[:1], ... path + draft. branch_of: this is a branch of that session (see Ledgers).
+    asked: see Feed."""
 
     session: str
     tenant: str
@@ -43,6 +48,7 @@ class Job:
     decide: Decide | None = None
     prompt_length: int = 0
     branch_of: str = ""
+    asked: TargetItem | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,16 @@ class _Plan:
     def feed(self) -> Feed:
         job = self.job
         whole = [*job.path, *job.draft]
-        return Feed(self.ledger.sequence, whole, self.start, len(job.path), job.decide, job.prompt_length)
+        return Feed(
+            self.ledger.sequence,
+            whole,
+            self.start,
+            len(job.path),
+            job.decide,
+            job.prompt_length,
+            job.tenant,
+            job.asked,
+        )
 
     @property
     def rows(self) -> int:
@@ -71,10 +86,12 @@ class _Request:
 
 @dataclass
 class BatchEngine:
-    """A queue of steps over one memory. merge: waiting requests may share a step (their sessions differ)."""
+    """A queue of steps over one model, which `forward` carries out. merge: waiting requests may share a step (their
+    sessions differ)."""
 
     name: str
-    memory: Memory
+    memory: Model
+    forward: Forward
     ledgers: Ledgers
     runner: Runner
     context: int
@@ -219,7 +236,7 @@ class BatchEngine:
         feeds = [plan.feed() for plan in plans.values()]
         tokens = sum(plan.rows for plan in plans.values())
         started = time.perf_counter()
-        results = await self.runner.run(partial(forward, self.memory, self.ledgers.take_ops(), feeds), tokens)
+        results = await self.runner.run(partial(self.forward, self.ledgers.take_ops(), feeds), tokens)
         self._learn(tokens, (time.perf_counter() - started) * 1000)
         failed = []
         for (index, plan), result in zip(plans.items(), results, strict=True):

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 from paceline.engine_batch import BatchEngine
 from paceline.engine_ports import BatchedDraft, BatchedTarget
 from paceline.errors import ModelError
-from paceline.forward_pass import Row
+from paceline.forward_pass import Row, forward
 from paceline.kv_ledger import Ledgers
 from paceline.llama_context import LlamaContext, LlamaModel, most_sequences
-
-T = TypeVar("T")
+from paceline.thread_runner import ThreadRunner
 
 _TARGET_OUTPUTS = 128
 """Room for two chains of the longest kind in one pass; llama.cpp sets memory aside for each."""
 
 Progress = Callable[[float], None]
 """Called in the worker thread with the loaded fraction of the model file, 0 to 1."""
-
-
-class _ThreadRunner:
-    """One thread for everything that touches the model."""
-
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-
-    async def run(self, work: Callable[[], T], tokens: int) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._pool.shutdown)
 
 
 class _LoadedContext(LlamaContext):
@@ -81,7 +66,7 @@ class _Plan:
         return memory, model.context
 
     async def engine(self, *, merge: bool) -> BatchEngine:
-        runner = _ThreadRunner(f"llama-{self.path.stem}")
+        runner = ThreadRunner(f"llama-{self.path.stem}")
         try:
             memory, trained = await runner.run(self.load, 0)
         except BaseException:
@@ -89,7 +74,15 @@ class _Plan:
             raise
         context = min(self.context or trained, trained, self.cells)
         ledgers = Ledgers(self.cells, self.sequences, retained=self.retained)
-        return BatchEngine(name="llama", memory=memory, ledgers=ledgers, runner=runner, context=context, merge=merge)
+        return BatchEngine(
+            name="llama",
+            memory=memory,
+            forward=partial(forward, memory),
+            ledgers=ledgers,
+            runner=runner,
+            context=context,
+            merge=merge,
+        )
 
 
 class LlamaTarget(BatchedTarget):

@@ -23,7 +23,7 @@ PROGRESS_S = 2.0
 
 async def load_target(settings: Settings, card: ModelCard) -> TargetEngine:
     """Seconds to minutes for a real model. Raises ModelError and SettingsError."""
-    context = _context(settings, card)
+    context = longest_session(settings, card)
     cells = settings.cells or TARGET_CONTEXTS * context
     if settings.engine == "simulated":
         from paceline.engine_simulated import SimulatedTarget, Simulation
@@ -46,7 +46,7 @@ async def load_target(settings: Settings, card: ModelCard) -> TargetEngine:
 
 async def load_draft(settings: Settings, card: ModelCard) -> DraftEngine:
     """For the target that `card` describes. Raises ModelError and SettingsError."""
-    context = _context(settings, card)
+    context = longest_session(settings, card)
     cells = settings.draft_cells or DRAFT_CONTEXTS * context
     if settings.engine == "simulated":
         from paceline.engine_simulated import SimulatedDraft, Simulation
@@ -74,7 +74,7 @@ async def load_draft(settings: Settings, card: ModelCard) -> DraftEngine:
     )
 
 
-def _context(settings: Settings, card: ModelCard) -> int:
+def longest_session(settings: Settings, card: ModelCard) -> int:
     """Longest session in tokens. Raises SettingsError where the engine cannot serve the model."""
     if card.simulated != (settings.engine == "simulated"):
         raise SettingsError(

@@ -6,7 +6,7 @@ The acceptance rule of the whole system is `verify`: a draft token is accepted i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -29,19 +29,31 @@ MAX_PATHS = 4
 """Paths of one session in one pass: a further row of a small draft model costs about a third of the first."""
 
 
-def verify(item: TargetItem, rule: Rule, path: Sequence[int], logits: LogitsAt) -> Kept:
-    """Walks along the draft while the target's choice agrees; `path` is c[0..at) and the draft."""
-    before = np.asarray(path, dtype=np.int64) if needs_tokens(rule.sampling) else range(len(path))
+def accept(item: TargetItem, choices: Iterable[tuple[Choice, TokenLogprob | None]]) -> Kept:
+    """Walks along the draft while the target's choice agrees. choices: at position `at`, and after each draft token."""
     margins: list[float] = []
     values: list[TokenLogprob] = []
-    for j in range(len(item.draft) + 1):
-        choice = choose(logits(j), rule, before[: item.at + j])
+    for j, (choice, value) in enumerate(choices):
         margins.append(choice.margin)
-        if item.logprobs is not None:
-            values.append(logprobs(logits(j), choice.token, item.logprobs))
+        if value is not None:
+            values.append(value)
         if j == len(item.draft) or choice.token != item.draft[j]:
             return Kept(Decided(item.session, j, choice.token, tuple(margins), tuple(values)), j, choice.token)
-    raise AssertionError("the loop returns at the end of the draft")
+    raise AssertionError("there is a choice for each draft token and one more")
+
+
+def verify(item: TargetItem, rule: Rule, path: Sequence[int], logits: LogitsAt) -> Kept:
+    """What the logits after c[0..at) and along the draft decide; `path` is both."""
+    return accept(item, _choices(item, rule, path, logits))
+
+
+def _choices(
+    item: TargetItem, rule: Rule, path: Sequence[int], logits: LogitsAt
+) -> Iterator[tuple[Choice, TokenLogprob | None]]:
+    before = np.asarray(path, dtype=np.int64) if needs_tokens(rule.sampling) else range(len(path))
+    for j in range(len(item.draft) + 1):
+        choice = choose(logits(j), rule, before[: item.at + j])
+        yield choice, None if item.logprobs is None else logprobs(logits(j), choice.token, item.logprobs)
 
 
 def job_of(item: TargetItem, ledger: Sequence[int], vocabulary: int, context: int) -> Job | Failed:
@@ -61,7 +73,7 @@ def job_of(item: TargetItem, ledger: Sequence[int], vocabulary: int, context: in
     if len(path) + len(item.draft) > context:
         return refused("step_failed", f"{len(path) + len(item.draft)} tokens are beyond the context of {context}")
     decide = partial(verify, item, item.rule, [*path, *item.draft])
-    return Job(item.session, item.tenant, path, item.draft, decide, item.rule.prompt_length)
+    return Job(item.session, item.tenant, path, item.draft, decide, item.rule.prompt_length, asked=item)
 
 
 def _bad_ids(item: TargetItem, vocabulary: int) -> list[int]:

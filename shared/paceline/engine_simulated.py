@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Self, TypeVar
 
 from paceline.coupling import Choice, mix
@@ -16,7 +17,7 @@ from paceline.engine import Failed, Guess, Outcome, Rule, TargetItem
 from paceline.engine_batch import BatchEngine
 from paceline.engine_ports import BatchedDraft, BatchedTarget
 from paceline.errors import EngineError
-from paceline.forward_pass import Logits, Row
+from paceline.forward_pass import Logits, Row, forward
 from paceline.kv_ledger import Ledgers
 from paceline.simulated_world import Simulation, World, toy_card
 
@@ -96,9 +97,11 @@ class SimulatedMemory:
 
 
 def _engine(world: World, timing: Timing | None, ledgers: Ledgers, context: int, *, merge: bool) -> BatchEngine:
+    memory = SimulatedMemory(world, ledgers.sequences)
     return BatchEngine(
         name="simulated",
-        memory=SimulatedMemory(world, ledgers.sequences),
+        memory=memory,
+        forward=partial(forward, memory),
         ledgers=ledgers,
         runner=_TimedRunner(timing or Timing()),
         context=min(context, ledgers.total),

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.engine import TargetItem
 from paceline.errors import EngineError
 from paceline.kv_ledger import MemoryOp, Remove
 
@@ -29,10 +30,17 @@ class Row(NamedTuple):
     logits: bool
 
 
-class Memory(Protocol):
-    """A model with its KV. batch: most rows of one pass; outputs: most rows of one pass that want logits."""
+class Model(Protocol):
+    """A loaded model. vocabulary: ids that it has logits for."""
 
     vocabulary: int
+
+    def close(self) -> None: ...
+
+
+class Memory(Model, Protocol):
+    """A model with its KV. batch: most rows of one pass; outputs: most rows of one pass that want logits."""
+
     batch: int
     outputs: int
 
@@ -48,8 +56,6 @@ class Memory(Protocol):
 
     def share(self, source: int, target: int, start: int, end: int) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class Kept(NamedTuple):
     """What a decision leaves: an outcome for the caller, accepted draft tokens, and the token chosen after them."""
@@ -64,7 +70,9 @@ Decide = Callable[[LogitsAt], Kept]
 
 @dataclass(frozen=True)
 class Feed:
-    """Feed path[start:] into `sequence`. With `decide`, the logits of path[at - 1:] are wanted (start < at)."""
+    """Feed path[start:] into `sequence`. With `decide`, the logits of path[at - 1:] are wanted (start < at).
+
+    tenant: whose KV it is. asked: the item that `decide` serves, for a model that chooses by itself."""
 
     sequence: int
     path: Sequence[int]
@@ -72,9 +80,15 @@ class Feed:
     at: int
     decide: Decide | None
     prompt_length: int = 0
+    tenant: str = ""
+    asked: TargetItem | None = None
 
 
-class _Segment(NamedTuple):
+Result = Kept | EngineError | None
+"""Of one feed: None when it only fed, EngineError when its pass failed."""
+
+
+class Segment(NamedTuple):
     """Positions [start, end) of one feed, to go into one pass; a deciding segment holds all its wanted logits."""
 
     feed: int
@@ -83,12 +97,12 @@ class _Segment(NamedTuple):
     decides: bool
 
 
-def forward(memory: Memory, ops: Sequence[MemoryOp], feeds: Sequence[Feed]) -> list[Kept | EngineError | None]:
-    """Results in the order of `feeds`: None for one that only fed, EngineError for one in a pass that failed."""
+def forward(memory: Memory, ops: Sequence[MemoryOp], feeds: Sequence[Feed]) -> list[Result]:
+    """Results in the order of `feeds`."""
     for op in ops:
         apply(memory, op)
-    results: list[Kept | EngineError | None] = [None] * len(feeds)
-    for segments in _passes(feeds, memory.batch, memory.outputs):
+    results: list[Result] = [None] * len(feeds)
+    for segments in passes(feeds, memory.batch, memory.outputs):
         alive = [segment for segment in segments if not isinstance(results[segment.feed], EngineError)]
         if alive:
             _run_pass(memory, feeds, alive, results)
@@ -102,9 +116,7 @@ def apply(memory: Memory, op: MemoryOp) -> None:
         memory.share(op.source, op.target, op.start, op.end)
 
 
-def _run_pass(
-    memory: Memory, feeds: Sequence[Feed], segments: Sequence[_Segment], results: list[Kept | EngineError | None]
-) -> None:
+def _run_pass(memory: Memory, feeds: Sequence[Feed], segments: Sequence[Segment], results: list[Result]) -> None:
     rows: list[Row] = []
     first: list[int] = []
     for segment in segments:
@@ -131,9 +143,10 @@ def _decided(memory: Memory, feed: Feed, row: int) -> Kept:
         return Kept(error, 0, None)
 
 
-def _passes(feeds: Sequence[Feed], batch: int, outputs: int) -> Iterator[list[_Segment]]:
-    """In order and greedily; only a deciding segment is never split."""
-    taken: list[_Segment] = []
+def passes(feeds: Sequence[Feed], batch: int, outputs: int) -> Iterator[list[Segment]]:
+    """Of at most `batch` rows, `outputs` of them with logits. In order and greedily; only a deciding segment is never
+    split."""
+    taken: list[Segment] = []
     rows = wanted = 0
     for segment in _segments(feeds, batch):
         size = segment.end - segment.start
@@ -147,10 +160,10 @@ def _passes(feeds: Sequence[Feed], batch: int, outputs: int) -> Iterator[list[_S
         yield taken
 
 
-def _segments(feeds: Sequence[Feed], batch: int) -> Iterator[_Segment]:
+def _segments(feeds: Sequence[Feed], batch: int) -> Iterator[Segment]:
     for index, feed in enumerate(feeds):
         fed_end = len(feed.path) if feed.decide is None else feed.at - 1
         for start in range(feed.start, fed_end, batch):
-            yield _Segment(index, start, min(start + batch, fed_end), False)
+            yield Segment(index, start, min(start + batch, fed_end), False)
         if feed.decide is not None:
-            yield _Segment(index, fed_end, len(feed.path), True)
+            yield Segment(index, fed_end, len(feed.path), True)

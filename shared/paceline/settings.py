@@ -5,6 +5,7 @@ Every field is the variable PACELINE_<FIELD IN CAPITALS>; an empty value counts 
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, JsonValue, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from paceline.errors import SettingsError
@@ -72,7 +73,11 @@ class Settings(_Base):
     model: str = "smollm2"
     models_dir: Path = Field(default_factory=lambda: cache_dir() / "models")
     catalog_file: Path | None = None
-    engine: Literal["llama", "simulated"] = "llama"
+    engine: Literal["llama", "vllm", "simulated"] = "llama"
+    """Of the target; a hosted drafter beside vllm drafts with llama."""
+    vllm_options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Engine arguments of vLLM as a JSON object: tensor_parallel_size, pipeline_parallel_size, dtype,
+    distributed_executor_backend ("ray"), ..."""
     simulated_file: Path | None = None
     """JSON that describes the simulated engine (paceline.engine_simulated)."""
 
@@ -157,6 +162,8 @@ def child_environment(settings: Mapping[str, str], **extra: str) -> dict[str, st
 def _text(value: object) -> str:
     if isinstance(value, SecretStr):
         return value.get_secret_value()
+    if isinstance(value, dict):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from engine_kit import STORY, Kit, assert_failed, assert_same, feed, llama_kit, 
 
 from paceline.engine import Decided, Fed, TargetItem
 from paceline.errors import EngineError
-from paceline.forward_pass import Row
 
 
 class TestFaults:
@@ -22,23 +20,10 @@ class TestFaults:
         expected = await plain(target, "plain", prompt, rule, 6)
         await feed(target, "good", prompt)
         await feed(target, "bad", prompt)
-        memory, poison = target.engine.memory, 3
-        real = memory.decode
-
-        def decode(rows: Sequence[Row]) -> None:
-            real(rows[: len(rows) // 2])  # what was in memory before the failure stays there
-            if any(row.token == poison for row in rows):
-                raise EngineError("made to fail")
-            memory_undo(rows[: len(rows) // 2])
-            real(rows)
-
-        def memory_undo(rows: Sequence[Row]) -> None:
-            for row in reversed(rows):
-                memory.remove(row.sequence, row.position)
-
+        poison = 3
         good = TargetItem("good", "t", len(prompt), draft=tuple(expected.tokens[:3]), rule=rule)
         with monkeypatch.context() as patch:
-            patch.setattr(memory, "decode", decode)
+            kit.faults.failing_pass(patch, target, poison)
             fine, failed = await target.step([good, replace(good, session="bad", draft=(poison,))])
         assert_failed(failed, "step_failed")
         assert target.held("bad") == ()
@@ -55,7 +40,7 @@ class TestFaults:
         expected = await plain(target, "a", prompt, rule, 6)
         item = TargetItem("a", "t", len(prompt), rule=rule)
         with monkeypatch.context() as patch:
-            patch.setattr(target.engine.memory, "logits", lambda _index, _length: 1 // 0)
+            kit.faults.broken(patch, target)
             with pytest.raises(EngineError, match="ZeroDivisionError"):
                 await target.step([item])
         assert_failed(await one(target, item), "need_history")

@@ -73,10 +73,8 @@ class TestOutcomes:
         target = await kit.target()
         prompt = tuple(kit.encode("Hello"))
         item = TargetItem("a", "t", len(prompt), 0, prompt, rule=rule_for(prompt))
-        memory = target.engine.memory
-        real = memory.logits
         with monkeypatch.context() as patch:
-            patch.setattr(memory, "logits", lambda i, n: real(i, n) * float("nan") if i < len(prompt) else real(i, n))
+            kit.faults.no_choice(patch, target, len(prompt))
             bad, good = await target.step([item, replace(item, session="b")])
         assert_failed(bad, "step_failed")
         assert isinstance(good, Decided)

