@@ -35,6 +35,7 @@ app.command("simulate")(simulate_fleet)
 COMPARED = 8
 """Prompts, where no number is asked for."""
 Pair = Annotated[str, typer.Option(help="Model pair of the catalog.")]
+Engine = Annotated[str, typer.Option(help="Of the target: llama, or vllm in the environment of `make setup-vllm`.")]
 
 
 @app.command()
@@ -79,9 +80,9 @@ async def _compare(pair: str, plan: Plan, file: Path | None) -> int:
 
 
 @app.command()
-def demo(pair: Pair = "smollm2", prompts_of: SetName = EVERYDAY.name) -> None:
+def demo(pair: Pair = "smollm2", prompts_of: SetName = EVERYDAY.name, engine: Engine = "llama") -> None:
     """The whole line on this machine over a 60 ms link: an answer, then a table."""
-    raise typer.Exit(asyncio.run(run_demo(pair, Console(), prompt_set(prompts_of))))
+    raise typer.Exit(asyncio.run(run_demo(pair, Console(), prompt_set(prompts_of), engine)))
 
 
 @app.command()

@@ -37,11 +37,11 @@ NOTES = {"smollm2": _SMOLLM2, "smollm2-hi": _SMOLLM2_HI}
 """How to read the table: of the pairs that are one model at two precisions."""
 
 
-async def demo(pair: str, console: Console, prompts: PromptSet = EVERYDAY) -> int:
+async def demo(pair: str, console: Console, prompts: PromptSet = EVERYDAY, engine: str = "llama") -> int:
     """The exit code: 0 when the answer (to the first prompt) was streamed and the texts agree, or differ at near ties
     only."""
     with console.status("one moment") as status:
-        async with rig(pair, lambda text: console.print(text, style="dim"), rtt_ms=RTT_MS) as standing:
+        async with rig(pair, lambda text: console.print(text, style="dim"), rtt_ms=RTT_MS, engine=engine) as standing:
             status.stop()
             await _stream(standing, console, prompts.text(0))
             return await _table(standing, console, prompts)

@@ -16,11 +16,15 @@ from edge_client.api import GatewayApi
 from loadgen.edge_process import EdgeProcess, edge_process
 from loadgen.relay import Link, Relay, round_trip
 from paceline import models
+from paceline.errors import SettingsError
 from paceline.settings import Settings
 from paceline.stack import LocalStack, StackOptions
 from paceline.wire import SystemReport
 
 Say = Callable[[str], None]
+
+VLLM_PYTHON = Path(".venv-vllm/bin/python")
+"""Of the environment that `make setup-vllm` makes, from the folder of the project."""
 
 
 @dataclass
@@ -65,12 +69,12 @@ class Cores:
 
 
 @asynccontextmanager
-async def rig(pair: str, say: Say, *, rtt_ms: float = 0.0) -> AsyncIterator[Rig]:
-    """Everything ready inside, nothing left afterwards; after a failure (an interrupt is none) the logs stay, and `say`
-    tells where."""
+async def rig(pair: str, say: Say, *, rtt_ms: float = 0.0, engine: str = "llama") -> AsyncIterator[Rig]:
+    """`engine`: of the target, unless the pair is a simulated one. Everything ready inside, nothing left afterwards;
+    after a failure (an interrupt is none) the logs stay, and `say` tells where."""
     root = Path(tempfile.mkdtemp(prefix="paceline-loadgen-"))
     try:
-        async with _standing(pair, root, rtt_ms, say) as standing:
+        async with _standing(pair, root, rtt_ms, say, engine) as standing:
             yield standing
     except Exception:
         _keep_logs(root)
@@ -92,11 +96,12 @@ def _keep_logs(root: Path) -> None:
 
 
 @asynccontextmanager
-async def _standing(pair: str, root: Path, rtt_ms: float, say: Say) -> AsyncIterator[Rig]:
+async def _standing(pair: str, root: Path, rtt_ms: float, say: Say, engine: str) -> AsyncIterator[Rig]:
     settings, cores = Settings.load(model=pair), Cores.apart()
-    simulated = models.pair_named(pair, settings.catalog_file).simulated
+    if models.pair_named(pair, settings.catalog_file).simulated:
+        engine = "simulated"
     say("starting NATS, Redis and the six services")
-    async with LocalStack(_options(settings, root, cores, simulated=simulated)) as stack:
+    async with LocalStack(_options(settings, root, cores, engine)) as stack:
         host, _, port = stack.gateway_url.removeprefix("http://").partition(":")
         relay = await Relay(host, int(port), round_trip(rtt_ms)).start()
         try:
@@ -110,10 +115,19 @@ async def _standing(pair: str, root: Path, rtt_ms: float, say: Say) -> AsyncIter
             await relay.close()
 
 
-def _options(settings: Settings, root: Path, cores: Cores, *, simulated: bool) -> StackOptions:
+def _options(settings: Settings, root: Path, cores: Cores, engine: str) -> StackOptions:
     """`settings` for every service but for what the stack gives each by itself."""
     own = {"instance", "nats_url", "redis_url", "keys_file", "http_port", "health_port", "engine", "api_key"}
     values = settings.model_dump(exclude=own, exclude_none=True)
-    engine = "simulated" if simulated else "llama"
     pin = {} if cores.verifier is None else dict.fromkeys(("verifier", "drafter"), (cores.verifier,))
-    return StackOptions(root=root, settings={**values, "engine": engine}, pin=pin)
+    if engine != "vllm":
+        return StackOptions(root=root, settings={**values, "engine": engine}, pin=pin)
+    if not VLLM_PYTHON.exists():
+        raise SettingsError(f"there is no {VLLM_PYTHON}: run `make setup-vllm`")
+    return StackOptions(
+        root=root,
+        settings={**values, "engine": "llama"},
+        own={"verifier": {"engine": "vllm"}},
+        pin=pin,
+        python={"verifier": str(VLLM_PYTHON.absolute())},
+    )

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from paceline.coupling import Choice
-from paceline.engine import TargetItem, TokenLogprob
+from paceline.engine import EngineStatus, TargetItem, TokenLogprob
 from paceline.engine_batch import BatchEngine
 from paceline.engine_ports import BatchedTarget, accept
-from paceline.errors import EngineError, ModelError, NoRoom
+from paceline.errors import EngineError, FatalError, ModelError, NoRoom
 from paceline.forward_pass import Feed, Kept, Result, Segment, passes
 from paceline.kv_ledger import Ledgers, MemoryOp, Share
 from paceline.thread_runner import ThreadRunner
@@ -60,7 +60,17 @@ class VllmTarget(BatchedTarget):
             raise
         ledgers = Ledgers(cells, max_sessions)
         engine = BatchEngine("vllm", loaded, loaded.forward, ledgers, runner, context)
-        return cls(engine)
+        return cls(engine, loaded.core)
+
+    def __init__(self, engine: BatchEngine, core: Core) -> None:
+        super().__init__(engine)
+        self._core = core
+
+    def status(self) -> EngineStatus:
+        """Raises FatalError once the engine is dead: who asks every second notices, work or not."""
+        if self._core.dead:
+            raise FatalError(self._core.dead)
+        return super().status()
 
 
 def _load(plan: Plan) -> VllmModel:

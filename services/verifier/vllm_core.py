@@ -232,12 +232,14 @@ def _arguments(plan: Plan) -> EngineArgs:
 
 
 class Core:
-    """A vLLM engine in this process, and its sessions by number."""
+    """A vLLM engine in this process, and its sessions by number. dead: why it will never step again, once that is so:
+    workers of a parallel model are processes of their own."""
 
     def __init__(self, plan: Plan) -> None:
         torch.set_num_threads(plan.threads)
         config = _arguments(plan).create_engine_config()
-        self.engine = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self.dead = ""
+        self.engine = EngineCore(config, Executor.get_class(config), False, self._died)
         self.engine.collective_rpc("hook_coupling")
         self.scheduler: Scheduler = self.engine.scheduler  # type: ignore[assignment]
         self.vocabulary: int = config.model_config.get_vocab_size()
@@ -252,6 +254,9 @@ class Core:
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         if not all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups):
             raise ModelError("the state of this model cannot be rewound by positions, which speculation needs")
+
+    def _died(self) -> None:
+        self.dead = "a worker process of vLLM has died"
 
     def run(self, works: Sequence[Work]) -> None:
         """Engine steps until all of `works` is done: one, where its tokens fit into a step. What is not done afterwards
@@ -295,11 +300,11 @@ class Core:
 
     def _kept(self, held: _Held, work: Work) -> int:
         """Positions whose KV serves the path; 0 where that would need blocks to be changed that others may share."""
-        known = held.request.all_token_ids
+        known = held.request._all_token_ids
         last = len(work.path) - 1
         keep = min(held.computed, work.valid, last)
         shared = min(keep, len(known))
-        if list(known[:shared]) != work.path[:shared]:
+        if known[:shared] != work.path[:shared]:
             keep = common_prefix(known[:shared], work.path)
         rewritten = keep == last and held.hashed == len(work.path)  # with what is there
         return keep if keep >= held.hashed or rewritten else 0

@@ -57,6 +57,8 @@ class StackOptions:
     """More fields, by service (`verifier`) or process (`verifier-1`)."""
     pin: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """CPU numbers, by service, server or process."""
+    python: Mapping[str, str] = field(default_factory=dict)
+    """Interpreter of a service that has an environment of its own; else the one that runs this."""
     tied: bool = True
     """The children die with this process."""
     ready_s: float = READY_S
@@ -229,7 +231,7 @@ class LocalStack:
             **self.options.own.get(name, {}), "http_port" if service == "gateway" else "health_port": port,
         }  # fmt: skip
         environment = child_environment(Settings.of(**values).environment(), PYTHONUNBUFFERED="1")
-        command = [sys.executable, "-m", f"services.{service}"]
+        command = [self.options.python.get(service, sys.executable), "-m", f"services.{service}"]
         ready = http_ready(f"http://127.0.0.1:{port}/readyz")
         return self._child(name, command, environment, ready, {"http": port}, self._pin(name, service))
 

@@ -1,0 +1,38 @@
+"""Workers of vLLM as processes of their own, as a model that is spread over several devices has them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from engine_kit import assert_same, drafts_of, generate, plain, rule_for
+from vllm_kit import VllmTarget, core_of, model, vllm_kit
+
+from paceline.errors import FatalError
+
+STORY = "Once upon a time, in a small village by the sea, there lived a fisherman who had never caught a fish. "
+
+
+async def test_the_same_text_and_a_death_is_noticed() -> None:
+    kit = await vllm_kit()
+    folder, _ = await asyncio.to_thread(model)
+    options = {"distributed_executor_backend": "mp"}
+    target = await VllmTarget.load(folder, context=512, cells=1024, max_sessions=4, options=options)
+    try:
+        prompt = kit.encode(STORY)
+        rule = rule_for(prompt, 0.8)
+        expected = await plain(target, "plain", prompt, rule, 12)
+        chains = drafts_of(expected.tokens, prompt, 5, lambda i: i % 4 == 3)
+        assert_same(kit, await generate(target, "drafts", prompt, rule, 12, chains), expected)
+        workers = core_of(target).engine.model_executor.workers
+        os.kill(workers[0].proc.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while not core_of(target).dead and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        with pytest.raises(FatalError, match="worker process"):
+            target.status()
+    finally:
+        await target.close()
