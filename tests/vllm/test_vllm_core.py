@@ -18,9 +18,11 @@ from vllm_kit import core_of, vllm_kit
 from paceline.coupling import choose
 from paceline.engine import Decided, Fed, Rule, TargetItem
 from paceline.engine_ports import BatchedTarget
+from paceline.errors import FatalError
 from paceline.wire import Sampling
 from services.verifier import vllm_core
 from services.verifier.coupling_torch import Ask, Chosen
+from services.verifier.engine_vllm import VllmTarget
 
 STORY = "Once upon a time, in a small village by the sea, there lived a fisherman who had never caught a fish. "
 NAMES = ["Paris", "Rome", "Oslo", "Bern"]
@@ -254,3 +256,38 @@ async def test_choices_are_samples_of_the_filtered_distribution(kit: Kit, monkey
     assert set(counts) <= set(best.tolist())
     excess = sum((counts[int(t)] - e) ** 2 / e for t, e in zip(best, expected, strict=True))
     assert excess < 7 + 5 * math.sqrt(2 * 7)
+
+
+async def test_sleep_and_wake(kit: Kit) -> None:
+    """On a CPU vLLM keeps the weights where they are; what it forgets and what is checked is the same."""
+    target = await kit.target()
+    assert isinstance(target, VllmTarget)
+    prompt = kit.encode(STORY)
+    rule = rule_for(prompt)
+    expected = await plain(target, "expected", prompt, rule, 8, tenant="other")
+    found = await plain(target, "a", prompt, rule, 4)
+    await target.sleep()
+    await target.wake()
+    committed = [*prompt, *found.tokens]
+    for _ in range(4):
+        found.tokens += tokens_of([await one(target, TargetItem("a", "t", len(committed), rule=rule))])
+        committed.append(found.tokens[-1])
+    assert_same(kit, found, expected)
+    model = core_of(target).engine.model_executor.driver_worker.worker.model_runner.model
+    await target.sleep()
+    with torch.no_grad():
+        next(model.parameters()).mul_(-1)
+    with pytest.raises(FatalError, match="another model"):
+        await target.wake()
+
+
+async def test_blocks_that_run_out_are_taken_from_who_is_idle(kit: Kit) -> None:
+    """Rejected drafts leave blocks with a session that its ledger does not count."""
+    target = await kit.target(cells=256, max_sessions=8)
+    prompts = [kit.encode(f"{i} {STORY}")[:25] for i in range(8)]
+    wrong = tuple([7] * 60)
+    for turn in range(3):
+        for i, prompt in enumerate(prompts):
+            rule = rule_for(prompt)
+            item = TargetItem(f"s{i}", f"t{i}", len(prompt), 0, tuple(prompt), wrong[: 20 + 20 * turn], rule)
+            assert isinstance(await one(target, item), Decided)

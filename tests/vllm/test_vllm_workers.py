@@ -9,9 +9,10 @@ import time
 
 import pytest
 from engine_kit import assert_same, drafts_of, generate, plain, rule_for
-from vllm_kit import VllmTarget, core_of, model, vllm_kit
+from vllm_kit import core_of, model, vllm_kit
 
 from paceline.errors import FatalError
+from services.verifier.engine_vllm import VllmTarget
 
 STORY = "Once upon a time, in a small village by the sea, there lived a fisherman who had never caught a fish. "
 
