@@ -87,10 +87,10 @@ def _by_ask(logits: Tensor, asks: Sequence[Ask], tokens: list[int], margins: lis
 
 
 class _Row(NamedTuple):
-    """What differs from row to row. index: of the position in the output; before: the ids that penalties look at."""
+    """What differs from row to row. output_index: of the position; before: the ids that penalties look at."""
 
     rule: Rule
-    index: int
+    output_index: int
     before: NDArray[np.int64]
 
     @property
@@ -103,7 +103,7 @@ class _Row(NamedTuple):
 
     @property
     def barred(self) -> tuple[int, ...]:
-        return tuple(self.sampling.end_ids) if self.index < self.sampling.min_tokens else ()
+        return tuple(self.sampling.end_ids) if self.output_index < self.sampling.min_tokens else ()
 
     @property
     def edited(self) -> bool:
@@ -253,7 +253,7 @@ def _add_noise(scores: Tensor, rows: Sequence[_Row]) -> None:
 def _state(row: _Row) -> int:
     """The hash before the token goes in, as the int64 of the same bits."""
     rule = row.rule
-    value = mix(mix(mix(rule.seed & _MASK) ^ rule.choice) ^ (row.index & _MASK))
+    value = mix(mix(mix(rule.seed & _MASK) ^ rule.choice) ^ (row.output_index & _MASK))
     return _signed(value)
 
 

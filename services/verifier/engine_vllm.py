@@ -109,7 +109,7 @@ class VllmModel:
 
     def _probe(self, draft: tuple[int, ...]) -> Chosen:
         """The choices along `draft` after a prompt of no meaning."""
-        work = Work(-1, "probe", list(_PROBE), 0, Ask(Rule(Sampling(), 0, len(_PROBE)), _PROBE, draft))
+        work = Work(-1, "probe", list(_PROBE), 0, Ask(Rule(Sampling(temperature=0), 0, len(_PROBE)), _PROBE, draft))
         self.core.run([work])
         self.core.forget(-1)
         assert work.chosen is not None

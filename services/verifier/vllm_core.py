@@ -92,7 +92,7 @@ class Scheduler(VllmScheduler):
             if ask is not None and self._fed(name):
                 asks[name] = ask
                 _add_draft(output, name, ask.draft)
-        output.asks = asks  # type: ignore[attr-defined]
+        output.asks = asks
         return output
 
     def update_from_output(
@@ -241,7 +241,7 @@ class Core:
         self.dead = ""
         self.engine = EngineCore(config, Executor.get_class(config), False, self._died)
         self.engine.collective_rpc("hook_coupling")
-        self.scheduler: Scheduler = self.engine.scheduler  # type: ignore[assignment]
+        self.scheduler: Scheduler = self.engine.scheduler
         self.vocabulary: int = config.model_config.get_vocab_size()
         self.batch: int = config.scheduler_config.max_num_batched_tokens
         self.steps = 0
@@ -302,11 +302,11 @@ class Core:
             if keep:
                 self._held[work.key] = self._held.pop(work.key)  # the last to lose its blocks
                 _set_tokens(held.request, work.path, keep, self._block)
-                return held.request.request_id
+                return str(held.request.request_id)
             self.forget(work.key)  # its full blocks are found again by their hash, what follows is fed again
         request = self._opened(work)
         self._held[work.key] = _Held(request)
-        return request.request_id
+        return str(request.request_id)
 
     def _kept(self, held: _Held, work: Work) -> int:
         """Positions whose KV serves the path; 0 where that would need blocks to be changed that others may share."""
