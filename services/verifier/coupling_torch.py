@@ -7,8 +7,10 @@ the log-probabilities that were asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -16,17 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.coupling import LOGPROB_FLOOR, MIN_TEMPERATURE, mix, needs_tokens
+from paceline.coupling import LOGPROB_FLOOR, MIN_TEMPERATURE, Choice, choose, logprobs, mix, needs_tokens
 from paceline.engine import Rule, TokenLogprob
+from paceline.errors import EngineError
 from paceline.wire import Sampling
 
 AT_ONCE = 64
 """Rows that are copied to float64 at the same time: 25 MB for a vocabulary of 49,152."""
 _RANKED = 1024
 """Most likely tokens that are ranked at first; top-p needs more only on a nearly flat distribution."""
-_POOL = 64
-"""Most likely tokens whose noise is drawn first, to bound what the others need."""
-_SLACK = 1e-9
 _MASK = (1 << 64) - 1
 _NOTHING: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
@@ -50,8 +50,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Chosen:
-    """One entry a row: the choice and its margin (paceline.coupling.Choice); a margin of NaN stands for a row on which
-    nothing can be chosen. logprobs: one entry a row where they were asked for, else empty."""
+    """One entry a row, at least up to the first draft token that differs: the choice and its margin
+    (paceline.coupling.Choice); a margin of NaN stands for a row on which nothing can be chosen. logprobs: one entry a
+    row where they were asked for, else empty."""
 
     tokens: list[int]
     margins: list[float]
@@ -59,7 +60,40 @@ class Chosen:
 
 
 def choose_rows(logits: Tensor, asks: Sequence[Ask]) -> list[Chosen]:
-    """The choices of all asks; logits: raw, (rows of all asks in order, vocabulary), left unchanged."""
+    """The choices of all asks; logits: raw, (rows of all asks in order, vocabulary), left unchanged.
+
+    On a CPU, which has no use for many rows at once, by paceline.coupling itself: it takes logarithms for few tokens,
+    and a row behind the first draft token that differs is not looked at.
+    """
+    if logits.device.type != "cpu":
+        return choose_on_device(logits, asks)
+    values = logits.to(torch.float32).numpy()
+    starts = accumulate((ask.rows for ask in asks), initial=0)
+    return [_in_turn(values[start : start + ask.rows], ask) for start, ask in zip(starts, asks, strict=False)]
+
+
+def _in_turn(logits: NDArray[np.float32], ask: Ask) -> Chosen:
+    chosen = Chosen([], [])
+    path = np.asarray([*ask.path, *ask.draft], dtype=np.int64) if needs_tokens(ask.rule.sampling) else None
+    for j, row in enumerate(logits):
+        length = len(ask.path) + j
+        try:
+            choice = choose(row, ask.rule, range(length) if path is None else path[:length])
+        except EngineError:
+            choice = Choice(-1, math.nan)  # no draft fits it
+        chosen.tokens.append(choice.token)
+        chosen.margins.append(choice.margin)
+        if math.isnan(choice.margin):
+            break
+        if ask.logprobs is not None:
+            chosen.logprobs.append(logprobs(row, choice.token, ask.logprobs))
+        if j == len(ask.draft) or choice.token != ask.draft[j]:
+            break
+    return chosen
+
+
+def choose_on_device(logits: Tensor, asks: Sequence[Ask]) -> list[Chosen]:
+    """As choose_rows, for all rows at once."""
     rows = [row for ask in asks for row in _rows(ask)]
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     margins = torch.empty(len(rows), dtype=torch.float64, device=logits.device)
@@ -233,21 +267,9 @@ def _kept(scores: Tensor, samplings: Sequence[Sampling], limit: Tensor) -> tuple
 
 
 def _add_noise(scores: Tensor, rows: Sequence[_Row]) -> None:
-    """Gumbel noise, in place. On a CPU, tokens that cannot be among the two best become minus infinity instead: the
-    logarithms of a whole vocabulary would take longer than a small model's step."""
-    states = [_state(row) for row in rows]
-    drawn = _uniforms(torch.tensor(states, device=scores.device), scores.shape[1])
-    if scores.device.type != "cpu":
-        scores += _gumbel(drawn)
-        return
-    pool = scores.topk(min(_POOL, scores.shape[1]), dim=1)
-    noisy = pool.values + _gumbel(drawn.gather(1, pool.indices))
-    bound = noisy.topk(min(2, noisy.shape[1]), dim=1).values[:, -1:]
-    largest = _gumbel(drawn.amax(dim=1, keepdim=True))
-    near = (scores >= bound - largest - _SLACK).nonzero(as_tuple=True)
-    found = scores[near] + _gumbel(drawn[near])
-    scores.fill_(-torch.inf)
-    scores[near] = found
+    """Gumbel noise, in place."""
+    states = torch.tensor([_state(row) for row in rows], device=scores.device)
+    scores += _gumbel(_uniforms(states, scores.shape[1]))
 
 
 def _state(row: _Row) -> int:

@@ -14,7 +14,7 @@ from paceline.coupling import choose, logprobs
 from paceline.engine import Rule
 from paceline.errors import EngineError
 from paceline.wire import Sampling
-from services.verifier.coupling_torch import Ask, Chosen, choose_rows
+from services.verifier.coupling_torch import Ask, Chosen, choose_on_device, choose_rows
 
 VOCABULARY = 3000
 
@@ -69,7 +69,7 @@ def test_choices_margins_and_logprobs(rules: list[Rule], seed: int, spread: floa
         logits = np.round(logits)
     before = torch.from_numpy(logits.copy())
     start = 0
-    for ask, found in zip(asks, choose_rows(before, asks), strict=True):
+    for ask, found in zip(asks, choose_on_device(before, asks), strict=True):
         assert_by_the_rule(found, ask, logits[start : start + ask.rows])
         start += ask.rows
     assert np.array_equal(before.numpy(), logits)
@@ -81,7 +81,7 @@ def test_a_row_on_which_nothing_can_be_chosen(temperature: float, value: float) 
     logits = np.random.default_rng(1).normal(size=(3, 100)).astype(np.float32)
     logits[1] = value
     rule = Rule(Sampling(temperature=temperature), seed=1, prompt_length=1)
-    found = choose_rows(torch.from_numpy(logits), [Ask(rule, [5]), Ask(rule, [5]), Ask(rule, [5])])
+    found = choose_on_device(torch.from_numpy(logits), [Ask(rule, [5]), Ask(rule, [5]), Ask(rule, [5])])
     with pytest.raises(EngineError):
         choose(logits[1], rule, [5])
     assert [math.isnan(chosen.margins[0]) for chosen in found] == [False, True, False]
@@ -94,5 +94,26 @@ def test_the_same_on_a_vocabulary_of_the_usual_size() -> None:
     logits = random.normal(0, 3, (40, 49152)).astype(np.float32)
     kinds = [Sampling(temperature=t, top_p=p, top_k=k) for t in (0.0, 0.9) for p in (1.0, 0.95) for k in (0, 50)]
     asks = [Ask(Rule(kind, seed=i, prompt_length=2), [1, 2, 3], tuple(range(4))) for i, kind in enumerate(kinds)]
-    for i, (ask, found) in enumerate(zip(asks, choose_rows(torch.from_numpy(logits), asks), strict=True)):
+    for i, (ask, found) in enumerate(zip(asks, choose_on_device(torch.from_numpy(logits), asks), strict=True)):
         assert_by_the_rule(found, ask, logits[5 * i : 5 * i + 5])
+
+
+def test_on_a_cpu_row_by_row_up_to_the_first_difference() -> None:
+    logits = np.random.default_rng(5).normal(0, 3, (9, VOCABULARY)).astype(np.float32)
+    logits[8] = np.nan
+    rule = Rule(Sampling(temperature=0.8), seed=7, prompt_length=1)
+    wrong = Ask(rule, [5, 6], (1, 2, 3), 2)
+    right = [choose(logits[4 + j], rule, range(2 + j)).token for j in range(3)]
+    for chosen, ask, end in zip(
+        choose_rows(torch.from_numpy(logits), [wrong, Ask(rule, [5, 6], tuple(right), 2), Ask(rule, [5])]),
+        [wrong, Ask(rule, [5, 6], tuple(right), 2), Ask(rule, [5])],
+        [1, 4, 1],
+        strict=True,
+    ):
+        assert len(chosen.tokens) == len(chosen.margins) == end
+        assert len(chosen.logprobs) == (0 if ask.logprobs is None else end)
+    spoilt, taken = choose_rows(
+        torch.from_numpy(logits[[8, 4, 5, 6, 7]]), [Ask(rule, [5]), Ask(rule, [5, 6], tuple(right))]
+    )
+    assert math.isnan(spoilt.margins[0])
+    assert taken.tokens[:3] == right
