@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: the step is a call, not a message
@@ -26,8 +26,10 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+import numpy as np
 import torch
 import vllm
+from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -60,11 +62,33 @@ GPU_BLOCK = 16
 @dataclass
 class _Held:
     """A session's request. computed: positions that have KV. hashed: the first positions whose blocks others may
-    share, or find by their hash: they must not be written to any more."""
+    share, or find by their hash: they must not be written to any more. ids: the request's tokens once more, int32 with
+    room behind them: the worker gets them with every step, and makes an array of a long list a hundred times slower."""
 
     request: Request
     computed: int = 0
     hashed: int = 0
+    ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+
+    def become(self, path: list[int], computed: int, block: int) -> None:
+        """All of a request is prompt: it grows as a streaming request's does, and shrinks."""
+        request, tokens = self.request, self.request._all_token_ids
+        same = min(computed, len(tokens))
+        del tokens[same:]
+        tokens += path[same:]
+        del request.block_hashes[same // block :]
+        request.update_block_hashes()
+        request.num_prompt_tokens = len(tokens)
+        request.num_computed_tokens = computed
+        self.write(path, same)
+
+    def write(self, path: list[int], start: int) -> None:
+        """`ids` become those of `path`, of which the first `start` are there."""
+        if len(path) > len(self.ids):
+            ids = np.empty(2 * len(path), np.int32)
+            ids[:start] = self.ids[:start]
+            self.ids = ids
+        self.ids[start : len(path)] = path[start:]
 
 
 class Scheduler(VllmScheduler):
@@ -73,11 +97,12 @@ class Scheduler(VllmScheduler):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.num_spec_tokens = 0  # else a request that lacks one token is padded with as many drafts as fit
-        self._works: dict[str, Work] = {}
+        self._works: Mapping[str, Work] = {}
+        self._ids: Mapping[str, NDArray[np.int32]] = {}
 
-    def submit(self, works: dict[str, Work]) -> None:
-        """By name of their requests. As many of them go into the next step as fit."""
-        self._works = works
+    def submit(self, works: Mapping[str, Work], ids: Mapping[str, NDArray[np.int32]]) -> None:
+        """Works and their tokens by name of the request. As many of them go into the next step as fit."""
+        self._works, self._ids = works, ids
         drafts = [len(work.ask.draft) for work in works.values() if work.ask is not None]
         self.num_lookahead_tokens = max(drafts, default=0)
         self.max_num_scheduled_tokens = self.scheduler_config.max_num_batched_tokens - sum(drafts)
@@ -86,6 +111,8 @@ class Scheduler(VllmScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)
+        for new in output.scheduled_new_reqs:
+            new.prompt_token_ids = self._ids[new.req_id]
         asks: dict[str, Ask] = {}
         for name in output.num_scheduled_tokens:
             ask = self._works[name].ask
@@ -275,7 +302,7 @@ class Core:
         requests = self.scheduler.requests
         while waiting := {name: work for name, work in named.items() if not work.done}:
             before = sum(requests[name].num_computed_tokens for name in waiting)
-            self.scheduler.submit(waiting)
+            self.scheduler.submit(waiting, {name: self._ids(work) for name, work in waiting.items()})
             self.engine.step_fn()
             while self.engine.batch_queue:  # of pipeline stages
                 self.engine.step_fn()
@@ -285,6 +312,9 @@ class Core:
                 break
         for work in works:
             self._settle(work)
+
+    def _ids(self, work: Work) -> NDArray[np.int32]:
+        return self._held[work.key].ids[: len(work.path)]
 
     def _made_room(self, needed: Collection[int]) -> bool:
         """Whether another session lost its blocks, the least recently used one first. Rejected drafts leave more blocks
@@ -301,12 +331,12 @@ class Core:
             keep = self._kept(held, work)
             if keep:
                 self._held[work.key] = self._held.pop(work.key)  # the last to lose its blocks
-                _set_tokens(held.request, work.path, keep, self._block)
+                held.become(work.path, keep, self._block)
                 return str(held.request.request_id)
             self.forget(work.key)  # its full blocks are found again by their hash, what follows is fed again
-        request = self._opened(work)
-        self._held[work.key] = _Held(request)
-        return str(request.request_id)
+        self._held[work.key] = held = _Held(self._opened(work))
+        held.write(work.path, 0)
+        return str(held.request.request_id)
 
     def _kept(self, held: _Held, work: Work) -> int:
         """Positions whose KV serves the path; 0 where that would need blocks to be changed that others may share."""
@@ -376,15 +406,3 @@ class Core:
 
     def close(self) -> None:
         self.engine.shutdown()
-
-
-def _set_tokens(request: Request, path: list[int], computed: int, block: int) -> None:
-    """All of a request is prompt: it grows as a streaming request's does, and shrinks."""
-    tokens = request._all_token_ids
-    same = min(computed, len(tokens))
-    del tokens[same:]
-    tokens += path[same:]
-    del request.block_hashes[same // block :]
-    request.update_block_hashes()
-    request.num_prompt_tokens = len(tokens)
-    request.num_computed_tokens = computed
