@@ -5,7 +5,7 @@
 #   STACK_ARGS="..."   more options of `make up`: --verifiers 2
 #   FOLLOW=1           `make logs` goes on with what comes; PROCESS=batcher-0 shows one process alone
 #   PAIR=smollm2       model pair for demo (there smollm2-hi unless said), compare, grid and up
-#   ENGINE=vllm        demo with the target on vLLM (an environment of its own, 3.5 GB; there with smollm2 unless said)
+#   ENGINE=vllm        up and demo with the target on vLLM (an environment of its own, 3.5 GB; demo then with smollm2)
 #   JSON=FILE          report of compare, grid or simulate; ARGS="--resume --rtt-ms 100" are more options of theirs
 
 SHELL := /bin/bash -o pipefail
@@ -52,6 +52,7 @@ test: models lint  ## every check and every test
 
 test-vllm: models setup-vllm  ## the vLLM engine: its contract, its hooks (minutes)
 	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm -W default
+	@.venv/bin/pytest tests/integration/test_exactness.py -k vllm
 
 lint: setup  ## style, types, import rules
 	@.venv/bin/ruff check .
@@ -69,8 +70,9 @@ grid: models  ## every mode over round trips, sessions, temperatures (hours; min
 simulate: setup  ## many sessions on one large accelerator, simulated (5 minutes; seconds with ARGS=--quick)
 	@$(RUN) loadgen simulate --json $(JSON) $(ARGS)
 
-up: models  ## start NATS, Redis and the services for work
-	@PACELINE_MODEL=$(PAIR) $(RUN) paceline.stack up $(STACK_PORTS) $(STACK_ARGS)
+up: models $(if $(filter vllm,$(ENGINE)),setup-vllm)  ## start NATS, Redis and the services for work
+	@PACELINE_MODEL=$(PAIR) $(RUN) paceline.stack up $(STACK_PORTS) \
+		$(if $(filter vllm,$(ENGINE)),--vllm-python .venv-vllm/bin/python) $(STACK_ARGS)
 
 down:  ## stop them
 	@$(RUN) paceline.stack down

@@ -21,6 +21,7 @@ from loadgen.prompts import EVERYDAY, prompt_set
 from loadgen.relay import Link, Relay
 from loadgen.rig import rig
 from loadgen.simulate_cli import simulate_fleet
+from loadgen.vllm_steps import vllm_steps
 from paceline.errors import PacelineError
 from paceline.wire import MAX_CHAIN_NODES
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.command()(grid)
 app.command("simulate")(simulate_fleet)
+app.command("vllm")(vllm_steps)
 COMPARED = 8
 """Prompts, where no number is asked for."""
 Pair = Annotated[str, typer.Option(help="Model pair of the catalog.")]

@@ -16,7 +16,6 @@ from edge_client.api import GatewayApi
 from loadgen.edge_process import EdgeProcess, edge_process
 from loadgen.relay import Link, Relay, round_trip
 from paceline import models
-from paceline.errors import SettingsError
 from paceline.settings import Settings
 from paceline.stack import LocalStack, StackOptions
 from paceline.wire import SystemReport
@@ -120,14 +119,5 @@ def _options(settings: Settings, root: Path, cores: Cores, engine: str) -> Stack
     own = {"instance", "nats_url", "redis_url", "keys_file", "http_port", "health_port", "engine", "api_key"}
     values = settings.model_dump(exclude=own, exclude_none=True)
     pin = {} if cores.verifier is None else dict.fromkeys(("verifier", "drafter"), (cores.verifier,))
-    if engine != "vllm":
-        return StackOptions(root=root, settings={**values, "engine": engine}, pin=pin)
-    if not VLLM_PYTHON.exists():
-        raise SettingsError(f"there is no {VLLM_PYTHON}: run `make setup-vllm`")
-    return StackOptions(
-        root=root,
-        settings={**values, "engine": "llama"},
-        own={"verifier": {"engine": "vllm"}},
-        pin=pin,
-        python={"verifier": str(VLLM_PYTHON.absolute())},
-    )
+    options = StackOptions(root=root, settings={**values, "engine": engine}, pin=pin)
+    return options.with_vllm(VLLM_PYTHON) if engine == "vllm" else options

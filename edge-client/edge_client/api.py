@@ -61,8 +61,8 @@ class GatewayApi:
     async def system(self) -> wire.SystemReport:
         return _decoded(await self._call("GET", "/v1/system"), wire.SystemReport)
 
-    async def drain(self, verifier: str, *, undo: bool) -> wire.DrainReport:
-        body = orjson.dumps({"verifier": verifier, "undo": undo})
+    async def drain(self, verifier: str, *, undo: bool, sleep: bool = False) -> wire.DrainReport:
+        body = orjson.dumps({"verifier": verifier, "undo": undo, "sleep": sleep})
         data = await self._call("POST", "/v1/system/drain", body=body, timeout_s=_DRAIN_TIMEOUT_S)
         return _decoded(data, wire.DrainReport)
 

@@ -160,9 +160,10 @@ def status(gateway: Gateway = None, key: Key = None, as_json: Report = False) ->
 
 
 @app.command()
-def drain(
+def drain(  # noqa: PLR0917 (each is an option)
     verifier: Annotated[str, typer.Argument(help="Name of a verifier, as `paceline status` shows it.")],
-    undo: Annotated[bool, typer.Option("--undo", help="Let it take sessions again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take sessions again; wakes it.")] = False,
+    sleep: Annotated[bool, typer.Option("--sleep", help="Then let it give its GPU's memory up (vLLM).")] = False,
     gateway: Gateway = None,
     key: Key = None,
     as_json: Report = False,
@@ -173,14 +174,16 @@ def drain(
     """
     screen = Screen()
     with screen.err.status(f"draining {verifier}" if not undo else f"giving {verifier} back"):
-        report = _asked(_settings(gateway, key), lambda api: api.drain(verifier, undo=undo))
+        report = _asked(_settings(gateway, key), lambda api: api.drain(verifier, undo=undo, sleep=sleep))
     if as_json:
         _print_json(report)
     elif undo:
         screen.out.print(f"{report.verifier} takes sessions again")
     else:
         moved = counted(report.moved, "session")
-        screen.out.print(f"moved {moved} off {report.verifier} in {report.seconds:.1f} s", markup=False, soft_wrap=True)
+        asleep = ", and it sleeps" if report.asleep else ""
+        text = f"moved {moved} off {report.verifier} in {report.seconds:.1f} s{asleep}"
+        screen.out.print(text, markup=False, soft_wrap=True)
         if report.remaining:
             screen.err.print(f"still there: {counted(report.remaining, 'session')}", style="red")
             raise typer.Exit(1)

@@ -58,8 +58,8 @@ class Directory:
         return self.policy.window_cap if self.policy is not None else None
 
     def hear(self, status: VerifierStatus, now: float) -> bool:
-        """Take in a status. True when this verifier was started anew since the last: what it held or was doing is
-        lost."""
+        """Take in a status. True when this verifier was started anew since the last, or failed: what it held or was
+        doing is lost."""
         before = self._known.get(status.verifier)
         same = before is not None and before.status.curve == status.curve
         times = before.times if before is not None and same else StepTimes.of(status.curve)
@@ -67,7 +67,8 @@ class Directory:
         if self.serves(status.verifier, now):
             self._served = now
         return before is not None and (
-            status.steps < before.status.steps or (status.state == "loading" and before.status.state != "loading")
+            status.steps < before.status.steps
+            or (status.state in ("loading", "failed") and status.state != before.status.state)
         )
 
     def hear_drafter(self, status: DrafterStatus, now: float) -> None:

@@ -55,6 +55,7 @@ class Models:
 class DrainBody(Struct, frozen=True, forbid_unknown_fields=True):
     verifier: Name
     undo: bool = False
+    sleep: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class System:
         """Answers when the verifier's sessions are elsewhere. For admin keys."""
         identified(request, self.keyring).require_admin()
         body = converted(json_object(await body_of(request)), DrainBody)
-        wish = DrainRequest(verifier=body.verifier, undo=body.undo)
+        wish = DrainRequest(verifier=body.verifier, undo=body.undo, sleep=body.sleep)
         return await self._ask(subjects.DRAIN.at(), wish, DRAIN_S, "migrator")
 
     async def _ask(self, subject: str, message: Message, timeout_s: float, component: str) -> web.Response:

@@ -16,7 +16,7 @@ import structlog
 
 from paceline import subjects, wire
 from paceline.bus import Received
-from paceline.errors import BusError, NotFound, RequestError, TransientError, Unavailable
+from paceline.errors import BadRequest, BusError, NotFound, RequestError, TransientError, Unavailable
 from paceline.service import Service
 from paceline.store import SessionRecord
 from services.migrator import moves
@@ -26,6 +26,8 @@ log = structlog.get_logger("migrator")
 CHUNK_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 1.0
 DRAIN_S = 60.0
+SLEEP_TIMEOUT_S = 60.0
+"""The weights of a large model cross the bus of its host."""
 ROUND_PAUSE_S = 0.2
 WARM_ROUNDS = 8
 """Catch-up rounds at most: each leaves as many tokens as were committed during the one before."""
@@ -75,7 +77,8 @@ class Migrator:
             await received.respond(answer)
 
     async def drain(self, request: wire.DrainRequest) -> wire.DrainReport:
-        """Raises NotFound when the verifier is unknown, Unavailable when nobody else could take its sessions."""
+        """Raises NotFound when the verifier is unknown, Unavailable when nobody else could take its sessions,
+        RequestError where it is to sleep and cannot."""
         async with self._drains.setdefault(request.verifier, asyncio.Lock()):
             started = time.monotonic()
             await self._mark(request)
@@ -83,18 +86,33 @@ class Migrator:
                 return wire.DrainReport(verifier=request.verifier, moved=0, remaining=0, seconds=0.0)
             moved = await self._empty(request.verifier, started + DRAIN_S)
             remaining = len(await self._sessions_on(request.verifier))
+            asleep = request.sleep and remaining == 0
+            if asleep:
+                await self._sleep(request.verifier, wake=False)
             seconds = round(time.monotonic() - started, 3)
             log.info("drained", verifier=request.verifier, moved=moved, remaining=remaining, seconds=seconds)
-            return wire.DrainReport(verifier=request.verifier, moved=moved, remaining=remaining, seconds=seconds)
+            return wire.DrainReport(
+                verifier=request.verifier, moved=moved, remaining=remaining, seconds=seconds, asleep=asleep
+            )
+
+    async def _sleep(self, verifier: str, *, wake: bool) -> None:
+        subject = subjects.SLEEP.at(verifier=verifier)
+        await self._service.bus.request(subject, wire.SleepRequest(wake=wake), timeout_s=SLEEP_TIMEOUT_S)
 
     async def _mark(self, request: wire.DrainRequest) -> None:
         if request.verifier not in self.verifiers:
             known = ", ".join(sorted(self.verifiers)) or "none"
             message = f"no verifier is called {request.verifier}; known: {known}"
             raise NotFound(message, code="unknown_verifier", param="verifier")
+        if request.sleep and not request.undo and not self.verifiers[request.verifier].can_sleep:
+            engine = self.verifiers[request.verifier].engine
+            message = f"verifier {request.verifier} cannot sleep: its engine, {engine}, was not started for it"
+            raise BadRequest(message, code="cannot_sleep", param="sleep")
         now = time.time()
         if not request.undo and moves.choose_target(self.verifiers.values(), request.verifier, 1, now) is None:
             raise Unavailable(f"no other verifier is ready to take the sessions of {request.verifier}")
+        if request.undo and self.verifiers[request.verifier].state == "sleeping":
+            await self._sleep(request.verifier, wake=True)
         await self._service.leases.set_draining(self._model, request.verifier, not request.undo)
         subject = subjects.DRAIN_STATE.at(verifier=request.verifier)
         try:

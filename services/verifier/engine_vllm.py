@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from paceline.coupling import Choice
-from paceline.engine import EngineStatus, Rule, TargetItem, TokenLogprob
+from paceline.engine import EngineStatus, Outcome, Rule, TargetItem, TokenLogprob
 from paceline.engine_batch import BatchEngine
 from paceline.engine_ports import BatchedTarget, accept
 from paceline.errors import EngineError, FatalError, ModelError, NoRoom
@@ -48,34 +48,49 @@ class VllmTarget(BatchedTarget):
         model: Path,
         *,
         context: int,
-        cells: int,
+        cells: int | None = None,
         threads: int = 1,
         max_sessions: int = 32,
+        vocabulary: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Self:
         """model: a folder with config.json and safetensors. context: longest session in tokens. cells: tokens of KV
-        that all sessions share. options: vLLM's engine arguments, by name. Raises ModelError."""
-        context = min(context, cells)
-        plan = Plan(model, context, cells, max_sessions, threads, options=options or {})
+        that all sessions share; None: what vLLM finds room for. vocabulary: ids that may be chosen; None: all that
+        the model has. options: vLLM's engine arguments, by name. Raises ModelError."""
+        context = min(context, cells or context)
+        plan = Plan(model, context, cells, max_sessions, threads, vocabulary=vocabulary, options=options or {})
         runner = ThreadRunner("vllm")
         try:
             loaded = await runner.run(partial(_load, plan), 0)
         except BaseException:
             await runner.close()
             raise
-        ledgers = Ledgers(cells, max_sessions)
-        engine = BatchEngine("vllm", loaded, loaded.forward, ledgers, runner, context)
+        ledgers = Ledgers(loaded.core.cells, max_sessions)
+        engine = BatchEngine("vllm", loaded, loaded.forward, ledgers, runner, min(context, ledgers.total))
         return cls(engine, loaded)
 
     def __init__(self, engine: BatchEngine, model: VllmModel) -> None:
         super().__init__(engine)
         self._model = model
 
+    @property
+    def core(self) -> Core:
+        """vLLM itself, for measurements and tests."""
+        return self._model.core
+
+    async def step(self, items: Sequence[TargetItem]) -> list[Outcome]:
+        outcomes = await super().step(items)
+        self._check_alive()
+        return outcomes
+
     def status(self) -> EngineStatus:
         """Raises FatalError once the engine is dead: who asks every second notices, work or not."""
+        self._check_alive()
+        return replace(super().status(), can_sleep=self._model.core.can_sleep)
+
+    def _check_alive(self) -> None:
         if self._model.core.dead:
             raise FatalError(self._model.core.dead)
-        return super().status()
 
     async def sleep(self) -> None:
         """Between two steps. Sessions keep their ledgers, and are fed again after `wake`; a step before it fails."""

@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 
 from paceline.engine import TargetEngine
-from paceline.engine_loading import TARGET_CONTEXTS, load_target, longest_session
+from paceline.engine_loading import load_target, longest_session
 from paceline.model_card import ModelCard
 from paceline.settings import Settings
 
 log = structlog.get_logger("verifier")
 
+Progress = Callable[[str], None]
 
-async def load_engine(settings: Settings, card: ModelCard) -> TargetEngine:
-    """Seconds to minutes for a real model. Raises ModelError and SettingsError."""
+
+def log_progress(step: str) -> None:
+    log.info("loading model", step=step)
+
+
+async def load_engine(settings: Settings, card: ModelCard, progress: Progress = log_progress) -> TargetEngine:
+    """Seconds to minutes for a real model; `progress` is told each step that takes a while. Raises ModelError and
+    SettingsError."""
     if settings.engine != "vllm":
         return await load_target(settings, card)
-    from paceline.models import find
     from services.verifier.engine_vllm import VllmTarget
-    from services.verifier.safetensors_files import safetensors_of
 
     context = longest_session(settings, card)
-    gguf = find(settings.model, settings.models_dir, extra=settings.catalog_file).target
-    folder = await asyncio.to_thread(safetensors_of, gguf, card, lambda line: log.info("loading model", step=line))
-    log.info("loading model", step=f"vLLM reads {folder.parent.name}/{folder.name}")
+    folder = await weights_folder(settings, card, progress)
+    progress(f"vLLM reads {folder}")
     return await VllmTarget.load(
         folder,
         context=context,
-        cells=settings.cells or TARGET_CONTEXTS * context,
+        cells=settings.cells,
         threads=settings.threads,
         max_sessions=settings.max_sessions,
+        vocabulary=card.vocabulary,
         options=settings.vllm_options,
     )
+
+
+async def weights_folder(settings: Settings, card: ModelCard, progress: Progress = log_progress) -> Path:
+    """The folder that vLLM reads: the operator's own, or one made of the pair's GGUF file."""
+    from paceline.models import find
+    from services.verifier.safetensors_files import check_folder, safetensors_of
+
+    if settings.vllm_model is not None:
+        await asyncio.to_thread(check_folder, settings.vllm_model, card)
+        return settings.vllm_model
+    gguf = find(settings.model, settings.models_dir, extra=settings.catalog_file).target
+    return await asyncio.to_thread(safetensors_of, gguf, card, progress)

@@ -12,7 +12,7 @@ import structlog
 
 from paceline import subjects, telemetry
 from paceline.engine import EngineStatus
-from paceline.errors import BusError
+from paceline.errors import BusError, FatalError
 from paceline.model_card import ModelCard
 from paceline.service import Service
 from paceline.wire import StepTable, VerifierStatus
@@ -20,10 +20,12 @@ from services.verifier.load import Load
 
 log = structlog.get_logger("verifier")
 
-State = Literal["loading", "ready", "draining", "stopped", "failed"]
+State = Literal["loading", "ready", "draining", "sleeping", "stopped", "failed"]
 STATUS_S = 1.0
 STUCK_S = 10.0
-"""A step that takes longer makes the process not ready, until it ends."""
+STUCK_STEPS = 5
+"""A step that takes longer than both, seconds and slow steps, makes the process fail, until it ends: whoever has work
+here takes it elsewhere."""
 
 
 class Reporter:
@@ -35,15 +37,22 @@ class Reporter:
         self._card = card
         self._changed = asyncio.Event()
         self.state: State = "loading"
+        self._detail = ""
+        self._slowest_s = 0.0
         self.load = Load(time.monotonic())
         self.engine: Callable[[], EngineStatus] | None = None
         self.waiting: Callable[[], int] = lambda: 0
         self.curve: Callable[[], StepTable | None] = lambda: None
 
-    def enter(self, state: State) -> None:
+    def loading(self, step: str) -> None:
+        """What the load is at, for the next status. May be called in another thread."""
+        log.info("loading model", step=step)
+        self._detail = step
+
+    def enter(self, state: State, detail: str = "") -> None:
         """A new state, told at once."""
-        log.info("state", state=state)
-        self.state = state
+        log.info("state", state=state, **({"detail": detail} if detail else {}))
+        self.state, self._detail = state, detail
         self._watch()
         self._changed.set()
 
@@ -51,10 +60,20 @@ class Reporter:
         while True:
             self._changed.clear()
             self._watch()
-            await self.publish()
+            try:
+                await self.publish()
+            except FatalError as error:
+                await self.fail(error)
+                raise
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STATUS_S):  # wait_for may swallow a cancellation on Python 3.11
                     await self._changed.wait()
+
+    async def fail(self, error: FatalError) -> None:
+        """The engine is dead, and with it this process in a moment: whoever waits for it need not wait any longer."""
+        self.engine = None
+        self.enter("failed", str(error))
+        await self.publish()
 
     async def publish(self) -> None:
         try:
@@ -70,12 +89,19 @@ class Reporter:
         metrics.observe(telemetry.STEP_SECONDS, seconds)
 
     def _watch(self) -> None:
-        stuck = self.load.running_for(time.monotonic())
+        stuck = self._stuck()
         if self.state == "loading":
             self._service.set_ready("engine", False, "the model is loading")
+        elif self.state in ("sleeping", "failed"):
+            self._service.set_ready("engine", False, self._detail or "it sleeps")
         else:
-            ok = stuck < STUCK_S
-            self._service.set_ready("engine", ok, "" if ok else f"a step has been running for {stuck:.0f} s")
+            self._service.set_ready("engine", not stuck, stuck)
+
+    def _stuck(self) -> str:
+        running_s = self.load.running_for(time.monotonic())
+        if running_s < max(STUCK_S, STUCK_STEPS * self._slowest_s):
+            return ""
+        return f"a step has been running for {running_s:.0f} s"
 
     def status(self) -> VerifierStatus:
         loading = EngineStatus(
@@ -84,13 +110,15 @@ class Reporter:
         )  # fmt: skip
         engine = self.engine() if self.engine is not None else loading
         self._measure(engine)
+        self._slowest_s = max(engine.step_ms.values(), default=0.0) / 1000
+        stuck = self._stuck()
         return VerifierStatus(
             verifier=self._service.instance,
             model=self._card.model,
             fingerprint=self._card.fingerprint,
             engine=engine.engine,
             simulated=engine.simulated,
-            state=self.state,
+            state="failed" if stuck else self.state,
             context=engine.context,
             cells_total=engine.cells_total,
             cells_used=engine.cells_used,
@@ -101,6 +129,8 @@ class Reporter:
             step_tokens=self.load.step_tokens,
             curve=self.curve(),
             step_ms={tokens: round(ms, 3) for tokens, ms in engine.step_ms.items()},
+            can_sleep=engine.can_sleep,
+            detail=self._detail or stuck,
             t_sent=time.time(),
         )
 

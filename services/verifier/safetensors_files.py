@@ -3,7 +3,7 @@
     MODELS_DIR/PAIR/target.gguf
                     target.safetensors/    config.json, model.safetensors and its record, tokenizer.json
 
-The vocabulary of what was made is compared with the model card's, so that ids mean the same at the edge.
+What was made, and what an operator brings, must be of the model card's vocabulary: ids mean the same at the edge.
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from filelock import FileLock
+from msgspec.structs import replace
 
 from paceline.errors import ModelError
-from paceline.model_card import ModelCard, entries, fingerprint, parse_tokenizer
+from paceline.gguf_card import PROBES
+from paceline.model_card import ModelCard, check_vocabularies, entries, fingerprint, parse_tokenizer, write_whole
 from paceline.model_catalog import Source
 from paceline.model_files import Record, sha256
+from paceline.tokenizer import Tokenizer
 
 LOCK_TIMEOUT_S = 1800.0
+
+
+class _Config(msgspec.Struct):
+    vocab_size: int
 
 
 def safetensors_of(gguf: Path, card: ModelCard, progress: Callable[[str], None] = lambda _: None) -> Path:
@@ -34,8 +42,43 @@ def safetensors_of(gguf: Path, card: ModelCard, progress: Callable[[str], None] 
         if not _fresh(folder, source):
             progress(f"writing {folder} from {gguf.name}")
             _make(gguf, folder, source)
-    _check(folder, card)
+        # Not what transformers makes of a GGUF file, which splits digits otherwise.
+        write_whole(folder / "tokenizer.json", card.tokenizer.encode(), mode=0o644)
+    check_folder(folder, card)
     return folder
+
+
+def check_folder(folder: Path, card: ModelCard) -> None:
+    """Raises ModelError, naming what differs first, unless the folder's tokenizer has the card's vocabulary and makes
+    the same ids of all PROBES."""
+    size = _vocabulary(folder / "config.json")
+    if size < card.vocabulary:
+        raise ModelError(f"the model in {folder} has {size} token ids, the card of {card.model} has {card.vocabulary}")
+    text = _text(folder / "tokenizer.json")
+    theirs = parse_tokenizer(text)
+    size = max(size, 1 + max(theirs.get_vocab().values(), default=-1))
+    found_print = fingerprint(entries(theirs, size)[: card.vocabulary])
+    check_vocabularies(card, replace(card, model=str(folder), vocabulary=size, tokenizer=text, fingerprint=found_print))
+    ours = Tokenizer(card)
+    for text in (*PROBES, *(f"{spelling} hi" for spelling in ours.control.values())):
+        expected = ours.encode(text, special=True, start=False)
+        found = theirs.encode(text, add_special_tokens=False).ids
+        if found != expected:
+            raise ModelError(f"{text!r} is {found} by {folder} and {expected} by the card of {card.model}")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}, which vLLM needs, cannot be read: {error}") from error
+
+
+def _vocabulary(config: Path) -> int:
+    try:
+        return int(msgspec.json.decode(_text(config), type=_Config).vocab_size)
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{config} is no model's configuration: {error}") from error
 
 
 def _fresh(folder: Path, source: Source) -> bool:
@@ -61,10 +104,9 @@ def _make(gguf: Path, folder: Path, source: Source) -> None:
 def _write(gguf: Path, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     tied = set(model.all_tied_weights_keys)
     weights = {name: _compact(value) for name, value in model.state_dict().items() if name not in tied}
     config = model.config
@@ -72,15 +114,8 @@ def _write(gguf: Path, folder: Path) -> None:
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
 
 
 def _compact(weight: Any) -> Any:
     half = weight.half()
     return half.contiguous() if half.float().equal(weight) else weight.contiguous()
-
-
-def _check(folder: Path, card: ModelCard) -> None:
-    tokenizer = parse_tokenizer((folder / "tokenizer.json").read_text())
-    if fingerprint(entries(tokenizer, card.vocabulary)) != card.fingerprint:
-        raise ModelError(f"the vocabulary in {folder} is not the one of {card.model}'s model card")

@@ -19,7 +19,7 @@ from paceline import subjects, telemetry
 from paceline.bus import Received, Subscription
 from paceline.bus_delivery import refusal as refused
 from paceline.engine import Failed, Outcome, TargetEngine, TargetItem
-from paceline.errors import BusError, EngineError, StoreError, TooLarge, Unavailable
+from paceline.errors import BadRequest, BusError, EngineError, FatalError, RequestError, StoreError, Unavailable
 from paceline.model_card import ModelCard
 from paceline.served_card import served_card
 from paceline.service import Service
@@ -27,6 +27,7 @@ from paceline.wire import (
     Ack,
     DrainRequest,
     Message,
+    SleepRequest,
     VerifierRelease,
     VerifyBatch,
     VerifyItem,
@@ -74,6 +75,7 @@ class Verifier:
             (subjects.PROBE, self._on_probe),
             (subjects.DRAIN_STATE, self._on_drain_state),
             (subjects.RELEASE, self._on_work),
+            (subjects.SLEEP, self._on_work),
             (subjects.VERIFY, self._on_work),
         )
         for subject, handler in handlers:
@@ -85,6 +87,8 @@ class Verifier:
         """Take nothing new, answer what was taken, say so. Its caller bounds the time."""
         for subscription in reversed(self._subscriptions):
             await subscription.close()
+        if self._reporter.state == "failed":
+            return
         await self._queue.join()
         self._reporter.enter("stopped")
         await self._reporter.publish()
@@ -119,13 +123,41 @@ class Verifier:
             if self._ledger.release(message.session, message.epoch):
                 self._engine.release(message.session)
             return
-        assert isinstance(message, VerifyBatch)
         try:
-            await _respond(received, await self.verify(message))
-        except TooLarge as error:
+            await _respond(received, await self._answer(message))
+        except RequestError as error:
             await _respond(received, refused(error))
         except BusError as error:
-            log.warning("result not sent", batch=message.batch, error=str(error))
+            log.warning("answer not sent", to=type(message).__name__, error=str(error))
+        except FatalError as error:
+            await _respond(received, refused(Unavailable(str(error))))
+            await self._reporter.fail(error)
+            raise
+
+    async def _answer(self, message: Message) -> Message:
+        if isinstance(message, SleepRequest):
+            await self._sleep(wake=message.wake)
+            return Ack()
+        assert isinstance(message, VerifyBatch)
+        if self._reporter.state == "sleeping":
+            raise Unavailable(f"verifier {self._service.instance} sleeps")
+        return await self.verify(message)
+
+    async def _sleep(self, *, wake: bool) -> None:
+        if wake == (self._reporter.state != "sleeping"):
+            return
+        if wake:
+            self._reporter.enter("loading")
+            await self._engine.wake()
+            self._reporter.enter("draining")
+            return
+        if self._reporter.state != "draining":
+            raise BadRequest(f"verifier {self._service.instance} does not drain", code="not_draining")
+        try:
+            await self._engine.sleep()
+        except EngineError as error:
+            raise BadRequest(str(error), code="cannot_sleep") from error
+        self._reporter.enter("sleeping")
 
     # --- steps ---
 
@@ -207,7 +239,7 @@ async def body(service: Service) -> AsyncIterator[None]:
     card = served_card(service.settings)
     reporter = Reporter(service, card)
     service.spawn(reporter.run(), "verifier status")
-    engine = await load_engine(service.settings, card)
+    engine = await load_engine(service.settings, card, reporter.loading)
     try:
         curve = LearnedCurve(None if card.simulated else curve_file(service.settings, engine.status().engine))
         await curve.prepare(engine, card.vocabulary)

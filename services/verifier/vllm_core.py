@@ -57,6 +57,11 @@ if vllm.__version__.split("+")[0] != VERSION:
 CPU_BLOCK = 32
 """Tokens of a KV block on a CPU, where vLLM's own default is 128: what a shared prefix ends in is fed again."""
 GPU_BLOCK = 16
+SPARE_BLOCKS = 2
+"""Of each session: what the ledger does not count, partly filled blocks and those of rejected drafts."""
+MOST_SPARE = 8
+"""Where vLLM says how many blocks there are, one in so many is spare at most; a session without work gives its own up
+when they are not enough."""
 
 
 @dataclass
@@ -188,7 +193,7 @@ class Hooks:
         """A step that failed between its two halves."""
         self.model_runner.execute_model_state = None
 
-    def hook_coupling(self) -> None:
+    def hook_coupling(self, vocabulary: int) -> None:
         runner = self.model_runner
         execute, sample_tokens = runner.execute_model, runner.sample_tokens
         asked: dict[str, Ask] = {}
@@ -203,7 +208,7 @@ class Hooks:
         def sample(logits: torch.Tensor | None, metadata: Any) -> SamplerOutput:
             names = runner.input_batch.req_ids
             if logits is not None:
-                choices.update(_choices(logits, names, metadata, asked))
+                choices.update(_choices(logits[:, :vocabulary], names, metadata, asked))
             # The runner need not know what was chosen: it gets a request's tokens anew with every step.
             none = torch.full((len(names), 2), -1, dtype=torch.int32, device=runner.device)
             return SamplerOutput(sampled_token_ids=none, logprobs_tensors=None)
@@ -231,7 +236,8 @@ def _choices(logits: torch.Tensor, names: Sequence[str], metadata: Any, asked: d
     return {name: found for (name, _, _), found in zip(wanted, chosen, strict=True)}
 
 
-def _arguments(plan: Plan) -> EngineArgs:
+def plain_arguments(plan: Plan) -> dict[str, Any]:
+    """Engine arguments without any of our classes."""
     on_cpu = current_platform.is_cpu()
     block = CPU_BLOCK if on_cpu else GPU_BLOCK
     mine: dict[str, Any] = {
@@ -241,10 +247,19 @@ def _arguments(plan: Plan) -> EngineArgs:
         "max_num_seqs": plan.sessions,
         "max_num_batched_tokens": plan.step_tokens,
         "block_size": block,
-        "num_gpu_blocks_override": -(-plan.cells // block) + 2 * plan.sessions + 1,
         "enable_prefix_caching": True,
         "async_scheduling": False,
         "generation_config": "vllm",
+    }
+    if plan.cells is not None:
+        mine["num_gpu_blocks_override"] = -(-plan.cells // block) + SPARE_BLOCKS * plan.sessions + 1
+    if on_cpu:  # float32: a choice must not depend on who shares the batch
+        mine |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+    return {**mine, **plan.options}
+
+
+def _arguments(plan: Plan) -> EngineArgs:
+    hooks = {
         "scheduler_cls": Scheduler,
         "worker_extension_cls": f"{Hooks.__module__}.{Hooks.__name__}",
         "speculative_config": {
@@ -253,26 +268,26 @@ def _arguments(plan: Plan) -> EngineArgs:
             "num_speculative_tokens": LONGEST_DRAFT,
         },
     }
-    if on_cpu:  # float32: a choice must not depend on who shares the batch
-        mine |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
-    return EngineArgs(**{**mine, **plan.options})
+    return EngineArgs(**{**hooks, **plain_arguments(plan)})
 
 
 class Core:
-    """A vLLM engine in this process, and its sessions by number. dead: why it will never step again, once that is so:
-    workers of a parallel model are processes of their own."""
+    """A vLLM engine in this process, and its sessions by number. cells: tokens of KV for all of them. dead: why it will
+    never step again, once that is so: workers of a parallel model are processes of their own."""
 
     def __init__(self, plan: Plan) -> None:
         torch.set_num_threads(plan.threads)
-        config = _arguments(plan).create_engine_config()
+        config = self._config = _arguments(plan).create_engine_config()
         self.dead = ""
         self.engine = EngineCore(config, Executor.get_class(config), False, self._died)
-        self.engine.collective_rpc("hook_coupling")
+        size: int = config.model_config.get_vocab_size()
+        self.vocabulary = min(size, plan.vocabulary or size)
+        self.engine.collective_rpc("hook_coupling", args=(self.vocabulary,))
         self.scheduler: Scheduler = self.engine.scheduler
-        self.vocabulary: int = config.model_config.get_vocab_size()
         self.batch: int = config.scheduler_config.max_num_batched_tokens
         self.steps = 0
         self._block = self.scheduler.block_size
+        self.cells = plan.cells if plan.cells is not None else self._room(plan.sessions)
         self._held: dict[int, _Held] = {}
         self._names = itertools.count()
         self._check()
@@ -281,6 +296,10 @@ class Core:
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         if not all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups):
             raise ModelError("the state of this model cannot be rewound by positions, which speculation needs")
+
+    def _room(self, sessions: int) -> int:
+        blocks = int(self.scheduler.kv_cache_config.num_blocks) - 1
+        return (blocks - min(SPARE_BLOCKS * sessions, blocks // MOST_SPARE)) * self._block
 
     def _died(self) -> None:
         self.dead = "a worker process of vLLM has died"
@@ -396,8 +415,16 @@ class Core:
         if not self.dead:
             self.clear()
 
+    @property
+    def can_sleep(self) -> bool:
+        """On a CPU there is nothing to give up, and vLLM only says so."""
+        return bool(self._config.model_config.enable_sleep_mode) or current_platform.is_cpu()
+
     def sleep(self) -> None:
-        """Weights go to the host's memory, KV is gone (vLLM's level 1; needs its option enable_sleep_mode)."""
+        """Weights go to the host's memory, KV is gone (vLLM's level 1). Raises EngineError without the option
+        enable_sleep_mode."""
+        if not self.can_sleep:
+            raise EngineError("vLLM was started without the option enable_sleep_mode")
         self.clear()
         self.engine.sleep(1)
 

@@ -15,16 +15,21 @@ LONGEST_DRAFT = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """What to load. model: a folder with config.json and safetensors. context: tokens of the longest session. cells:
-    tokens of KV for all sessions. sessions: that hold KV at a time. threads: on a CPU. step_tokens: most of one step.
-    options: further engine arguments of vLLM by name (tensor_parallel_size, dtype, ...)."""
+    """What to load.
+
+    model: a folder with config.json and safetensors. context: tokens of the longest session. cells: tokens of KV for
+    all sessions; None: what vLLM finds room for. sessions: that hold KV at a time. threads: on a CPU. step_tokens: most
+    of one step. vocabulary: ids that may be chosen; None: all that the model has logits for. options: further engine
+    arguments of vLLM by name (tensor_parallel_size, dtype, ...).
+    """
 
     model: Path
     context: int
-    cells: int
+    cells: int | None
     sessions: int
     threads: int = 1
     step_tokens: int = 2048
+    vocabulary: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

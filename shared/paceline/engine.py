@@ -105,6 +105,7 @@ class EngineStatus:
     sessions: int
     step_ms: dict[int, float] = field(default_factory=dict)
     """Smoothed milliseconds of a step by number of tokens fed."""
+    can_sleep: bool = False
 
 
 class TargetEngine(Protocol):
@@ -129,7 +130,18 @@ class TargetEngine(Protocol):
         """The session ended; its KV may be kept for prefix reuse within its tenant and is the first to be evicted."""
         ...
 
-    def status(self) -> EngineStatus: ...
+    async def sleep(self) -> None:
+        """Give the device's memory up, KV too. Until `wake` every step fails. Raises EngineError where it cannot."""
+        ...
+
+    async def wake(self) -> None:
+        """Take it back; sessions are fed again from their ledgers. Raises FatalError where the model does not say any
+        more what it said before."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """Raises FatalError once the engine is dead; so does `step`."""
+        ...
 
     async def close(self) -> None: ...
 

@@ -105,6 +105,12 @@ class BatchedTarget:
     def release(self, session: str) -> None:
         self.engine.release(session)
 
+    async def sleep(self) -> None:
+        raise EngineError(f"the {self.engine.name} engine cannot sleep")
+
+    async def wake(self) -> None:
+        raise EngineError(f"the {self.engine.name} engine cannot sleep")
+
     def status(self) -> EngineStatus:
         return self.engine.status()
 

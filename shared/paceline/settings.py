@@ -13,13 +13,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, JsonValue, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, JsonValue, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from paceline.errors import SettingsError
 
 PREFIX = "PACELINE_"
-_INHERITED = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "XDG_CACHE_HOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+_INHERITED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "XDG_CACHE_HOME",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "HF_HOME",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
@@ -35,6 +46,11 @@ def unique_instance() -> str:
     """host-pid-xxxx: readable, and never the same twice, as leases and epochs need."""
     host = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname())[:40]
     return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def _object(value: object) -> object:
+    """An environment variable is text."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 class _Base(BaseSettings):
@@ -75,7 +91,9 @@ class Settings(_Base):
     catalog_file: Path | None = None
     engine: Literal["llama", "vllm", "simulated"] = "llama"
     """Of the target; a hosted drafter beside vllm drafts with llama."""
-    vllm_options: dict[str, JsonValue] = Field(default_factory=dict)
+    vllm_model: Path | None = None
+    """Folder that vLLM reads (config.json, safetensors, tokenizer.json); None: made of the pair's GGUF target."""
+    vllm_options: Annotated[dict[str, JsonValue], NoDecode, BeforeValidator(_object)] = Field(default_factory=dict)
     """Engine arguments of vLLM as a JSON object: tensor_parallel_size, pipeline_parallel_size, dtype,
     distributed_executor_backend ("ray"), ..."""
     simulated_file: Path | None = None
@@ -94,7 +112,7 @@ class Settings(_Base):
     context_tokens: Positive | None = None
     """None: what the model was trained for."""
     cells: Positive | None = None
-    """KV cells of the target, shared by all sessions; None: four contexts."""
+    """KV cells of the target, shared by all sessions; None: four contexts, on vLLM what there is room for."""
     draft_cells: Positive | None = None
     """KV cells of the hosted drafter, shared by all sessions; None: two contexts. A session that finds no room there
     goes on without drafts."""
@@ -134,6 +152,8 @@ class StackSettings(_Base):
     redis_port: Port = 6379
     http_port: Port = 8080
     verifiers: Annotated[int, Field(ge=0, le=64)] = 1
+    vllm_python: Path | None = None
+    """Interpreter of an environment with vLLM: the verifiers run in it, on vLLM. None: on llama.cpp, in this one."""
 
 
 B = TypeVar("B", bound=_Base)

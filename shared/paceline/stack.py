@@ -11,14 +11,14 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from paceline.errors import FatalError
+from paceline.errors import FatalError, SettingsError
 from paceline.model_card import write_whole
 from paceline.processes import (
     Child,
@@ -62,6 +62,17 @@ class StackOptions:
     tied: bool = True
     """The children die with this process."""
     ready_s: float = READY_S
+
+    def with_vllm(self, python: Path) -> StackOptions:
+        """The same with verifiers on vLLM, which have an environment of their own. Raises SettingsError."""
+        if not python.exists():
+            raise SettingsError(f"there is no interpreter {python}: `make setup-vllm` makes an environment with vLLM")
+        return replace(
+            self,
+            settings={**self.settings, "engine": "llama"},
+            own={**self.own, "verifier": {**self.own.get("verifier", {}), "engine": "vllm"}},
+            python={**self.python, "verifier": str(python.absolute())},
+        )
 
 
 class ProcessState(msgspec.Struct, frozen=True):

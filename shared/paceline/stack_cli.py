@@ -75,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
             for port in ("nats", "redis", "http"):
                 command.add_argument(f"--{port}-port", type=int, help=f"0: any free one (PACELINE_{port.upper()}_PORT)")
             command.add_argument("--verifiers", type=int, help="how many (PACELINE_VERIFIERS)")
+            what = "interpreter with vLLM: verifiers run there, on vLLM (PACELINE_VLLM_PYTHON)"
+            command.add_argument("--vllm-python", type=Path, help=what)
         if run is _logs:
             command.add_argument("names", nargs="*", help="processes; all if none is named")
             command.add_argument("--follow", "-f", action="store_true")
@@ -123,17 +125,16 @@ def _refuse_if_up(root: Path) -> None:
 
 
 def _stack(settings: StackSettings) -> LocalStack:
-    return LocalStack(
-        StackOptions(
-            root=settings.state_dir,
-            nats_port=settings.nats_port,
-            redis_port=settings.redis_port,
-            http_port=settings.http_port,
-            counts={"verifier": settings.verifiers},
-            settings=Settings.load().model_dump(exclude={"instance", "nats_url", "redis_url", "keys_file"}),
-            tied=False,
-        )
+    options = StackOptions(
+        root=settings.state_dir,
+        nats_port=settings.nats_port,
+        redis_port=settings.redis_port,
+        http_port=settings.http_port,
+        counts={"verifier": settings.verifiers},
+        settings=Settings.load().model_dump(exclude={"instance", "nats_url", "redis_url", "keys_file"}),
+        tied=False,
     )
+    return LocalStack(options if settings.vllm_python is None else options.with_vllm(settings.vllm_python))
 
 
 def _put_aside(logs: Path) -> None:
@@ -145,7 +146,8 @@ def _put_aside(logs: Path) -> None:
 
 def _start_supervisor(settings: StackSettings, log_file: Path) -> None:
     """Returns when everything is ready; raises FatalError with the reason when the start failed."""
-    words = [f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in StackSettings.model_fields]
+    given = settings.model_dump(exclude_none=True)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     with log_file.open("ab") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "paceline.stack", "supervise", *words],

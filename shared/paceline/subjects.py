@@ -58,6 +58,7 @@ DRAFTER_STATUS = Subject("status.drafter.{model}", (wire.DrafterStatus,))
 POLICY = Subject("policy.{model}", (wire.PolicyDecision,))
 DRAIN = Subject("migrate.drain", (wire.DrainRequest,), (wire.DrainReport, wire.Refused), queue="migrators")
 DRAIN_STATE = Subject("verifier.drain.{verifier}", (wire.DrainRequest,), (wire.Ack,))
+SLEEP = Subject("verifier.sleep.{verifier}", (wire.SleepRequest,), (wire.Ack, wire.Refused))
 PLACEMENTS = Subject("placements.{batcher}", (wire.PlacementQuery,), (wire.PlacementList,))
 SYSTEM = Subject("system.query", (wire.SystemQuery,), (wire.SystemReport,), queue="policies")
 

@@ -69,6 +69,7 @@ from paceline.wire_system import (
     PlacementQuery,
     PolicyDecision,
     SessionMove,
+    SleepRequest,
     StepTable,
     SystemQuery,
     SystemReport,
@@ -82,6 +83,7 @@ __all__ = [
     "Finish", "Hello", "History", "HostedOpen", "HostedStop", "LogprobEntry", "Message", "Name", "NodeId", "Part",
     "Ping", "PlacementList", "PlacementQuery", "PolicyDecision", "Pong", "Position", "Presence", "Probe", "Refused",
     "Sampling", "Seed", "SessionClose", "SessionId", "SessionMove", "SessionOpen", "SessionOpened", "SessionResume",
+    "SleepRequest",
     "Source", "Speculation", "StepTable", "SystemQuery", "SystemReport", "Timing", "TokenId", "Verdict",
     "VerifierRelease", "VerifierStatus", "VerifyBatch", "VerifyItem", "VerifyOutcome", "VerifyResult", "Welcome",
     "WireError", "decode", "decode_wan", "encode", "encode_wan", "prefix_hash",
@@ -91,13 +93,13 @@ ALL_MESSAGES: tuple[type[Message], ...] = (
     DraftBlock, Verdict, SessionOpen, SessionOpened, Refused, SessionResume, SessionClose, Presence, Ack, Hello,
     Welcome, Ping, Pong, HostedOpen, HostedStop, VerifyBatch, VerifyResult, VerifierRelease, VerifierStatus, Probe,
     BatcherStatus, DrafterStatus, PolicyDecision, DrainRequest, DrainReport, PlacementQuery, PlacementList,
-    SessionMove, SystemQuery, SystemReport,
+    SessionMove, SleepRequest, SystemQuery, SystemReport,
 )  # fmt: skip
 AnyMessage = (
     DraftBlock | Verdict | SessionOpen | SessionOpened | Refused | SessionResume | SessionClose | Presence | Ack
     | Hello | Welcome | Ping | Pong | HostedOpen | HostedStop | VerifyBatch | VerifyResult | VerifierRelease
     | VerifierStatus | Probe | BatcherStatus | DrafterStatus | PolicyDecision | DrainRequest | DrainReport
-    | PlacementQuery | PlacementList | SessionMove | SystemQuery | SystemReport
+    | PlacementQuery | PlacementList | SessionMove | SleepRequest | SystemQuery | SystemReport
 )  # fmt: skip
 
 M = TypeVar("M", bound=Message)

@@ -25,7 +25,7 @@ class VerifierStatus(Message, frozen=True, kw_only=True, tag="verifier_status"):
     fingerprint: str
     engine: str
     simulated: bool
-    state: Literal["loading", "ready", "draining", "stopped", "failed"]
+    state: Literal["loading", "ready", "draining", "sleeping", "stopped", "failed"]
     context: int
     cells_total: int
     cells_used: int
@@ -38,6 +38,8 @@ class VerifierStatus(Message, frozen=True, kw_only=True, tag="verifier_status"):
     step_ms: dict[int, float] = {}
     curve: StepTable | None = None
     """None before anything was learned."""
+    can_sleep: bool = False
+    """Whether it can give its device's memory up and take it back (SleepRequest)."""
     t_sent: float = 0.0
     detail: str = ""
     silent_s: float = 0.0
@@ -96,10 +98,12 @@ class PolicyDecision(Message, frozen=True, kw_only=True, tag="policy"):
 
 
 class DrainRequest(Message, frozen=True, kw_only=True, tag="drain"):
-    """Move all sessions off `verifier` (undo=False), or let it take sessions again."""
+    """Move all sessions off `verifier` (undo=False), or let it take sessions again. sleep: once it is empty, let it
+    sleep; undo wakes it."""
 
     verifier: Name
     undo: bool = False
+    sleep: bool = False
 
 
 class DrainReport(Message, frozen=True, kw_only=True, tag="drained"):
@@ -107,6 +111,13 @@ class DrainReport(Message, frozen=True, kw_only=True, tag="drained"):
     moved: int
     remaining: int
     seconds: float
+    asleep: bool = False
+
+
+class SleepRequest(Message, frozen=True, kw_only=True, tag="sleep"):
+    """To a verifier that drains: give the device's memory up, or take it back (wake) and go on draining."""
+
+    wake: bool = False
 
 
 class PlacementQuery(Message, frozen=True, kw_only=True, tag="placement_query"):

@@ -1,4 +1,4 @@
-"""One text in all modes, on the real models through the whole stack.
+"""One text in all modes, on the real models through the whole stack; with verifiers on vLLM where that is installed.
 
 A first difference is allowed only at a near tie: the two tokens' scores lie within TOLERANCE at that place. Measured on
 SmolLM2 F16, the batch's shape moves logits by up to 0.03 (temperature 0.8: scores by up to 0.07).
@@ -21,6 +21,7 @@ from edge_client.drafts import load_draft
 from loadgen.divergence import Split, first_difference, margin
 from loadgen.modes import CLOUD, DEEP, PACELINE, sync
 from loadgen.prompts import PROMPTS
+from loadgen.rig import VLLM_PYTHON
 from paceline import models
 from paceline.engine import Decided, Rule, TargetItem
 from paceline.engine_llama import LlamaTarget
@@ -36,12 +37,17 @@ EVERY = 49_152
 MODES = (sync(6), DEEP, PACELINE)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EdgeClient]:
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["llama", pytest.param("vllm", marks=pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="make test-vllm"))],
+)
+async def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EdgeClient]:
     folder: Path = tmp_path_factory.mktemp("exactness")
     settings = Settings.load()
     card = served_card(settings)
-    async with LocalStack(StackOptions(root=folder, counts={"drafter": 0})) as stack:
+    options = StackOptions(root=folder, counts={"drafter": 0})
+    async with LocalStack(options.with_vllm(VLLM_PYTHON) if request.param == "vllm" else options) as stack:
         engine = await load_draft(card, settings, lambda *_: None)
         try:
             async with EdgeClient.connect(stack.gateway_url, stack.key, card=card, engine=engine) as made:
@@ -51,7 +57,7 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Edge
 
 
 async def margin_at(request: Request, tokens: list[int], split: Split) -> float:
-    """Score difference of the two tokens at the split, by the target alone: all logits, no batch."""
+    """Score difference of the two tokens at the split, by the target alone (on llama.cpp): all logits, no batch."""
     settings = Settings.load()
     target = models.find("smollm2", settings.models_dir).target
     assert target is not None

@@ -54,6 +54,10 @@ def test_a_verifier_that_began_anew_is_noticed() -> None:
     assert not directory.hear(status("v1", steps=9), 1.0)
     assert directory.hear(status("v1", steps=0), 2.0)
     assert directory.hear(status("v1", state="loading", steps=0), 3.0)
+    assert not directory.hear(status("v1", steps=3), 4.0)
+    assert directory.hear(status("v1", state="failed", steps=3), 5.0), "a step that does not end"
+    assert not directory.hear(status("v1", state="failed", steps=3), 6.0)
+    assert not directory.hear(status("v1", steps=4), 7.0)
 
 
 def test_the_last_decision_counts_also_of_a_restarted_policy() -> None:

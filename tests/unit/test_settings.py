@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,12 +38,22 @@ def test_the_environment_is_read_and_arguments_win(monkeypatch: pytest.MonkeyPat
     assert settings.otlp_endpoint is None, "an empty value counts as not set"
 
 
+def test_options_of_vllm_are_a_json_object_and_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"tensor_parallel_size": 2, "dtype": "bfloat16", "compilation_config": {"level": 0}}
+    monkeypatch.setenv("PACELINE_VLLM_OPTIONS", json.dumps(given))
+    settings = Settings.load()
+    assert settings.vllm_options == given
+    assert json.loads(settings.environment()["PACELINE_VLLM_OPTIONS"]) == given
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
         ("PACELINE_HTTP_PORT", "70000"),
         ("PACELINE_HTTP_PORT", "eighty"),
         ("PACELINE_ENGINE", "cuda"),
+        ("PACELINE_VLLM_OPTIONS", "{dtype: half}"),
+        ("PACELINE_VLLM_OPTIONS", "[1]"),
         ("PACELINE_LEASE_TTL_S", "0"),
         ("PACELINE_CHUNK_TOKENS", "-1"),
         ("PACELINE_INSTANCE", "a b"),
