@@ -150,6 +150,11 @@ class Landing:
             if accepted := commit.kinds.count(letter):
                 metrics.add(telemetry.ACCEPTED_TOKENS, accepted, source=source)
                 metrics.add(telemetry.COMMITTED_TOKENS, accepted, kind="accepted")
+        taken = sum(commit.kinds.count(letter) for letter in "ehl")
+        for place in range(1, len(plan.tokens) + 1):
+            metrics.add(telemetry.VERIFIED_PLACES, place=str(place))
+            if place <= taken:
+                metrics.add(telemetry.ACCEPTED_PLACES, place=str(place))
         for letter, kind in KINDS.items():
             if number := commit.kinds.count(letter):
                 metrics.add(telemetry.COMMITTED_TOKENS, number, kind=kind)

@@ -72,6 +72,14 @@ ACCEPTED_TOKENS = Metric(
     "accepted_tokens", "counter", "Draft tokens that were accepted, by source", {"source": _SOURCES}
 )
 REJECTED_TOKENS = Metric("rejected_tokens", "counter", "First mismatches of verified chains")
+PLACES = tuple(str(place) for place in range(1, 17))
+VERIFIED_PLACES = Metric(
+    "verified_places", "counter", "Verified chains that had a draft at this place of theirs (1: the first)",
+    {"place": PLACES},
+)  # fmt: skip
+ACCEPTED_PLACES = Metric(
+    "accepted_places", "counter", "Of those, the ones that were accepted up to and at this place", {"place": PLACES}
+)
 COMMITTED_TOKENS = Metric(
     "committed_tokens", "counter", "Completion tokens committed, by kind",
     {"kind": ("accepted", "corrected", "bonus", "filled")},
