@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from paceline.engine import EngineStatus, Failed, Fed, TargetItem
 from paceline.errors import EngineError, NoRoom
 from paceline.forward_pass import Decide, Feed, Kept, Model, Result
-from paceline.kv_ledger import Ledger, Ledgers, MemoryOp
+from paceline.kv_ledger import Known, Ledger, Ledgers, MemoryOp
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Runner(Protocol):
 class Job:
     """One session's share of a step: KV for `path` and `draft`, then `decide`, if any, on the logits of the positions
     after path, path + draft[:1], ... path + draft. branch_of: this is a branch of that session (see Ledgers).
-    asked: see Feed."""
+    asked: see Feed; known: see Ledgers.claim."""
 
     session: str
     tenant: str
@@ -49,33 +49,28 @@ class Job:
     prompt_length: int = 0
     branch_of: str = ""
     asked: TargetItem | None = None
+    known: Known | None = None
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A job that has its cells: `ledger` is to be fed from `start` on; `before` are the ids known beforehand."""
+    """A job that has its cells: `ledger` is to be fed from `start` on. whole: its path and draft."""
 
     job: Job
     ledger: Ledger
     start: int
+    whole: Sequence[int]
 
     def feed(self) -> Feed:
         job = self.job
-        whole = [*job.path, *job.draft]
         return Feed(
-            self.ledger.sequence,
-            whole,
-            self.start,
-            len(job.path),
-            job.decide,
-            job.prompt_length,
-            job.tenant,
+            self.ledger.sequence, self.whole, self.start, len(job.path), job.decide, job.prompt_length, job.tenant,
             job.asked,
-        )
+        )  # fmt: skip
 
     @property
     def rows(self) -> int:
-        return len(self.job.path) + len(self.job.draft) - self.start
+        return len(self.whole) - self.start
 
 
 @dataclass
@@ -223,11 +218,12 @@ class BatchEngine:
         whole = [*job.path, *job.draft]
         try:
             ledger, start = self.ledgers.claim(
-                job.session, job.tenant, whole, keep=keep, pinned=pinned, now=self.clock(), branch_of=job.branch_of
-            )
+                job.session, job.tenant, whole, keep=keep, pinned=pinned, now=self.clock(), branch_of=job.branch_of,
+                known=job.known,
+            )  # fmt: skip
         except NoRoom as error:
             return Failed(job.session, "no_room", str(error))
-        return _Plan(job, ledger, start)
+        return _Plan(job, ledger, start, whole)
 
     async def _carry_out(self, plans: dict[int, _Plan], outcomes: list[object]) -> list[int]:
         """Runs the plans and writes their outcomes; the jobs of a pass that failed are undone and returned."""

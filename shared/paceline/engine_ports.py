@@ -18,6 +18,7 @@ from paceline.engine import Decided, EngineStatus, Failed, Guess, Outcome, Rule,
 from paceline.engine_batch import BatchEngine, Job
 from paceline.errors import EngineError, NoRoom
 from paceline.forward_pass import Kept, Logits, LogitsAt
+from paceline.kv_ledger import Known
 
 ALTERNATIVES = 4
 """Runner-ups that a guess names."""
@@ -43,14 +44,15 @@ def accept(item: TargetItem, choices: Iterable[tuple[Choice, TokenLogprob | None
 
 
 def verify(item: TargetItem, rule: Rule, path: Sequence[int], logits: LogitsAt) -> Kept:
-    """What the logits after c[0..at) and along the draft decide; `path` is both."""
+    """What the logits after c[0..at), which is `path`, and along the draft decide."""
     return accept(item, _choices(item, rule, path, logits))
 
 
 def _choices(
     item: TargetItem, rule: Rule, path: Sequence[int], logits: LogitsAt
 ) -> Iterator[tuple[Choice, TokenLogprob | None]]:
-    before = np.asarray(path, dtype=np.int64) if needs_tokens(rule.sampling) else range(len(path))
+    whole = len(path) + len(item.draft)
+    before = np.asarray([*path, *item.draft], np.int64) if needs_tokens(rule.sampling) else range(whole)
     for j in range(len(item.draft) + 1):
         choice = choose(logits(j), rule, before[: item.at + j])
         yield choice, None if item.logprobs is None else logprobs(logits(j), choice.token, item.logprobs)
@@ -65,15 +67,16 @@ def job_of(item: TargetItem, ledger: Sequence[int], vocabulary: int, context: in
     if bad := _bad_ids(item, vocabulary):
         return refused("bad_token", f"token ids {bad} are outside the vocabulary of {vocabulary}")
     agrees = tuple(ledger[item.start : end]) == item.history
-    path = list(ledger[: item.at]) if agrees else [*ledger[: item.start], *item.history]
+    path = list(ledger[: item.at] if agrees else [*ledger[: item.start], *item.history])
+    known = Known(ledger, len(path) if agrees else item.start)
     if item.rule is None:
-        return Job(item.session, item.tenant, path)
+        return Job(item.session, item.tenant, path, known=known)
     if len(path) != item.at or not path:
         return refused("need_history", f"{len(path)} tokens are held, the decision is at {item.at}")
     if len(path) + len(item.draft) > context:
         return refused("step_failed", f"{len(path) + len(item.draft)} tokens are beyond the context of {context}")
-    decide = partial(verify, item, item.rule, [*path, *item.draft])
-    return Job(item.session, item.tenant, path, item.draft, decide, item.rule.prompt_length, asked=item)
+    decide = partial(verify, item, item.rule, path)
+    return Job(item.session, item.tenant, path, item.draft, decide, item.rule.prompt_length, asked=item, known=known)
 
 
 def _bad_ids(item: TargetItem, vocabulary: int) -> list[int]:
@@ -97,7 +100,8 @@ class BatchedTarget:
 
     async def step(self, items: Sequence[TargetItem]) -> list[Outcome]:
         vocabulary = self.engine.memory.vocabulary
-        planned = [job_of(item, self.held(item.session), vocabulary, self.engine.context) for item in items]
+        ledgers = self.engine.ledgers
+        planned = [job_of(item, ledgers.tokens(item.session), vocabulary, self.engine.context) for item in items]
         jobs = [job for job in planned if isinstance(job, Job)]
         stepped = iter(await self.engine.submit(jobs) if jobs else [])
         return [cast(Outcome, next(stepped)) if isinstance(job, Job) else job for job in planned]

@@ -20,6 +20,13 @@ RETAINED = 2048
 """Cells that released sessions may keep by default, the latest one left out."""
 
 
+class Known(NamedTuple):
+    """The first `length` tokens of a path are a copy of those of `source`, a ledger's list."""
+
+    source: Sequence[int]
+    length: int
+
+
 class Remove(NamedTuple):
     """Memory forgets `sequence` from position `start` on."""
 
@@ -97,8 +104,12 @@ class Ledgers:
         return self._ledgers.get(session)
 
     def held(self, session: str) -> tuple[int, ...]:
+        return tuple(self.tokens(session))
+
+    def tokens(self, session: str) -> Sequence[int]:
+        """What `held` copies, to be read before anything else happens to the ledger."""
         ledger = self._ledgers.get(session)
-        return tuple(ledger.tokens) if ledger else ()
+        return ledger.tokens if ledger else ()
 
     def take_ops(self) -> list[MemoryOp]:
         """What memory has to do before the next pass, in order; each is handed out once."""
@@ -136,9 +147,11 @@ class Ledgers:
         pinned: Collection[str],
         now: float,
         branch_of: str = "",
+        known: Known | None = None,
     ) -> tuple[Ledger, int]:
         """Cells for all of `path`. Returns the session's ledger, which now is `path`, and the position from which on
         it has to be fed: at most `keep`. branch_of: `session` names a branch of this session, of the same tenant.
+        known: what of `path` was copied from where.
 
         Raises NoRoom; the session then holds what it held, at most `keep` of it with KV. `pinned` sessions are never
         evicted, and none that lives is for a branch.
@@ -147,7 +160,7 @@ class Ledgers:
             raise NoRoom(f"{len(path)} tokens can never fit into {self.total} KV cells")
         new = session not in self._ledgers
         ledger = self._opened(session, tenant, pinned, now, branch_of)
-        self._cut(ledger, min(common_prefix(ledger.tokens, path), keep))
+        self._cut(ledger, min(_agreement(ledger.tokens, path, known), keep))
         self._share(ledger, path, keep)
         start = len(ledger.cells)
         if not self._make_room(len(path) - start, {session, *pinned}, now, branch_of):
@@ -249,6 +262,15 @@ class Ledgers:
                 self._free.append(cell)
         if dropped or always:
             self._ops.append(Remove(ledger.sequence, length))
+
+
+def _agreement(tokens: list[int], path: Sequence[int], known: Known | None) -> int:
+    """Length of the common prefix. Tokens that were copied need not be compared: a ledger's list is cut, or replaced by
+    another list, but never changed otherwise."""
+    if known is None or known.source is not tokens:
+        return common_prefix(tokens, path)
+    start = min(known.length, len(tokens), len(path))
+    return start + common_prefix(tokens[start:], path[start:])
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
