@@ -100,6 +100,10 @@ class Batcher:
             await bus.subscribe(subject.at(model=model), handler, *subject.carries)
         placements = subjects.PLACEMENTS
         await bus.subscribe(placements.at(batcher=instance), self._on_placement_query, *placements.carries)
+        try:
+            await bus.publish(subjects.STATUS_WANTED.at(model=model), wire.StatusWanted())
+        except BusError as error:
+            log.info("verifiers are heard within a second", error=str(error))
         for name, run in (
             ("commits", self.committer.run),
             ("placements", self.placement.run),

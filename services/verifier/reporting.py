@@ -56,6 +56,10 @@ class Reporter:
         self._watch()
         self._changed.set()
 
+    def tell(self) -> None:
+        """The status, at once."""
+        self._changed.set()
+
     async def run(self) -> None:
         while True:
             self._changed.clear()

@@ -80,6 +80,9 @@ class Verifier:
         )
         for subject, handler in handlers:
             self._subscriptions.append(await bus.subscribe(subject.at(verifier=name), handler, *subject.carries))
+        wanted = subjects.STATUS_WANTED
+        model = self._service.settings.model
+        self._subscriptions.append(await bus.subscribe(wanted.at(model=model), self._on_status_wanted, *wanted.carries))
         self._service.spawn(self._work(), "verify steps")
         self._reporter.enter("draining" if draining else "ready")
 
@@ -97,6 +100,9 @@ class Verifier:
 
     async def _on_probe(self, received: Received) -> None:
         await _respond(received, Ack())
+
+    async def _on_status_wanted(self, _received: Received) -> None:
+        self._reporter.tell()
 
     async def _on_drain_state(self, received: Received) -> None:
         assert isinstance(received.message, DrainRequest)

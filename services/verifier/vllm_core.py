@@ -299,7 +299,7 @@ class Core:
 
     def _room(self, sessions: int) -> int:
         blocks = int(self.scheduler.kv_cache_config.num_blocks) - 1
-        return (blocks - min(SPARE_BLOCKS * sessions, blocks // MOST_SPARE)) * self._block
+        return (blocks - min(SPARE_BLOCKS * sessions, blocks // MOST_SPARE)) * int(self._block)
 
     def _died(self) -> None:
         self.dead = "a worker process of vLLM has died"

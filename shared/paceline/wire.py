@@ -70,6 +70,7 @@ from paceline.wire_system import (
     PolicyDecision,
     SessionMove,
     SleepRequest,
+    StatusWanted,
     StepTable,
     SystemQuery,
     SystemReport,
@@ -84,7 +85,7 @@ __all__ = [
     "Ping", "PlacementList", "PlacementQuery", "PolicyDecision", "Pong", "Position", "Presence", "Probe", "Refused",
     "Sampling", "Seed", "SessionClose", "SessionId", "SessionMove", "SessionOpen", "SessionOpened", "SessionResume",
     "SleepRequest",
-    "Source", "Speculation", "StepTable", "SystemQuery", "SystemReport", "Timing", "TokenId", "Verdict",
+    "Source", "Speculation", "StatusWanted", "StepTable", "SystemQuery", "SystemReport", "Timing", "TokenId", "Verdict",
     "VerifierRelease", "VerifierStatus", "VerifyBatch", "VerifyItem", "VerifyOutcome", "VerifyResult", "Welcome",
     "WireError", "decode", "decode_wan", "encode", "encode_wan", "prefix_hash",
 ]  # fmt: skip
@@ -93,13 +94,13 @@ ALL_MESSAGES: tuple[type[Message], ...] = (
     DraftBlock, Verdict, SessionOpen, SessionOpened, Refused, SessionResume, SessionClose, Presence, Ack, Hello,
     Welcome, Ping, Pong, HostedOpen, HostedStop, VerifyBatch, VerifyResult, VerifierRelease, VerifierStatus, Probe,
     BatcherStatus, DrafterStatus, PolicyDecision, DrainRequest, DrainReport, PlacementQuery, PlacementList,
-    SessionMove, SleepRequest, SystemQuery, SystemReport,
+    SessionMove, SleepRequest, StatusWanted, SystemQuery, SystemReport,
 )  # fmt: skip
 AnyMessage = (
     DraftBlock | Verdict | SessionOpen | SessionOpened | Refused | SessionResume | SessionClose | Presence | Ack
     | Hello | Welcome | Ping | Pong | HostedOpen | HostedStop | VerifyBatch | VerifyResult | VerifierRelease
     | VerifierStatus | Probe | BatcherStatus | DrafterStatus | PolicyDecision | DrainRequest | DrainReport
-    | PlacementQuery | PlacementList | SessionMove | SleepRequest | SystemQuery | SystemReport
+    | PlacementQuery | PlacementList | SessionMove | SleepRequest | StatusWanted | SystemQuery | SystemReport
 )  # fmt: skip
 
 M = TypeVar("M", bound=Message)

@@ -114,6 +114,10 @@ class DrainReport(Message, frozen=True, kw_only=True, tag="drained"):
     asleep: bool = False
 
 
+class StatusWanted(Message, frozen=True, kw_only=True, tag="status_wanted"):
+    """To all verifiers of a model: somebody is new here; tell your status now, not within the second."""
+
+
 class SleepRequest(Message, frozen=True, kw_only=True, tag="sleep"):
     """To a verifier that drains: give the device's memory up, or take it back (wake) and go on draining."""
 

@@ -26,6 +26,7 @@ from paceline.wire import (
     History,
     Probe,
     Sampling,
+    StatusWanted,
     VerifierRelease,
     VerifierStatus,
     VerifyBatch,
@@ -293,6 +294,21 @@ async def test_draining_is_told_at_once_and_survives_a_restart():
     async with running(store=store) as rig:
         assert (await rig.status()).state == "draining"
         assert (await rig.ask(item(PROMPT, start=0)))[0].token == plain(1)[0]
+
+
+async def test_a_newcomer_is_told_the_status_at_once():
+    """A batcher that has just started need not refuse sessions for the second until the next status."""
+    async with running() as rig:
+        seen = asyncio.Event()
+
+        async def on_status(_received: Received) -> None:
+            seen.set()
+
+        rig.service.spawn(rig.verifier._reporter.run(), "status")
+        await asyncio.sleep(0.05)
+        await rig.bus.subscribe(subjects.VERIFIER_STATUS.at(model="toy"), on_status, VerifierStatus)
+        await rig.bus.publish(subjects.STATUS_WANTED.at(model="toy"), StatusWanted())
+        await asyncio.wait_for(seen.wait(), 0.5)
 
 
 async def test_the_process_says_what_it_does_from_loading_to_the_end():

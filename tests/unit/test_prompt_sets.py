@@ -189,7 +189,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append((plan.terms.prompt_set, tuple(self._prompts.texts[: plan.terms.prompts])))
         return 0
 
-    async def shown(pair: str, console: Console, prompts: PromptSet) -> int:
+    async def shown(pair: str, console: Console, prompts: PromptSet, engine: str) -> int:
+        assert engine == "llama"
         seen.append((prompts.name, prompts.texts))
         return 0
 

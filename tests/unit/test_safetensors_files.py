@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from test_tokenizer import make_card
 from tiny_model import vocabulary
 
@@ -20,6 +21,12 @@ def folder_of(path: Path, card: ModelCard = CARD, size: int | None = None) -> Pa
     (path / "tokenizer.json").write_text(card.tokenizer)
     (path / "config.json").write_text(json.dumps({"vocab_size": card.vocabulary if size is None else size}))
     return path
+
+
+def with_merge(card: ModelCard, left: str, right: str) -> ModelCard:
+    tokenizer = json.loads(card.tokenizer)
+    tokenizer["model"]["merges"].append([left, right])
+    return replace(card, tokenizer=json.dumps(tokenizer))
 
 
 @pytest.mark.parametrize("padding", [0, 5])
@@ -37,13 +44,7 @@ def test_another_vocabulary_is_refused_by_its_first_difference(tmp_path: Path) -
 
 def test_a_vocabulary_that_splits_otherwise_is_refused_by_its_text(tmp_path: Path) -> None:
     """What a conversion may lose without a change to any id: here, that digits stand alone."""
-    tokens, attributes = vocabulary(["12"])
-    alike = {"tokens": tokens, "attributes": attributes}
-    card, other = make_card(**alike, pre="smollm"), make_card(**alike, pre="gpt-2")
-    for one, text in ((card, card.tokenizer), (other, other.tokenizer)):
-        merged = json.loads(text)
-        merged["model"]["merges"].append(["1", "2"])
-        object.__setattr__(one, "tokenizer", json.dumps(merged))
+    card, other = (with_merge(make_card(*vocabulary(["12"]), pre=pre), "1", "2") for pre in ("smollm", "gpt-2"))
     assert card.fingerprint == other.fingerprint
     check_folder(folder_of(tmp_path, card), card)
     with pytest.raises(ModelError, match=r"'12345 6\.78"):

@@ -46,6 +46,12 @@ def test_options_of_vllm_are_a_json_object_and_are_handed_on(monkeypatch: pytest
     assert json.loads(settings.environment()["PACELINE_VLLM_OPTIONS"]) == given
 
 
+def test_options_of_vllm_that_are_no_object_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_VLLM_OPTIONS", "[1]")
+    with pytest.raises(SettingsError, match=r"PACELINE_VLLM_OPTIONS=\[1\]: Input should be a valid dictionary"):
+        Settings.load()
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
@@ -53,7 +59,6 @@ def test_options_of_vllm_are_a_json_object_and_are_handed_on(monkeypatch: pytest
         ("PACELINE_HTTP_PORT", "eighty"),
         ("PACELINE_ENGINE", "cuda"),
         ("PACELINE_VLLM_OPTIONS", "{dtype: half}"),
-        ("PACELINE_VLLM_OPTIONS", "[1]"),
         ("PACELINE_LEASE_TTL_S", "0"),
         ("PACELINE_CHUNK_TOKENS", "-1"),
         ("PACELINE_INSTANCE", "a b"),
