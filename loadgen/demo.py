@@ -34,7 +34,7 @@ _SMOLLM2_HI = (
     "brings the first token early and costs some of that."
 )
 NOTES = {"smollm2": _SMOLLM2, "smollm2-hi": _SMOLLM2_HI}
-"""How to read the table: of the pairs that are one model at two precisions."""
+"""How to read the table: of the pairs that are one model at two precisions, both on llama.cpp."""
 
 
 async def demo(pair: str, console: Console, prompts: PromptSet = EVERYDAY, engine: str = "llama") -> int:
@@ -85,7 +85,8 @@ async def _table(standing: Rig, console: Console, prompts: PromptSet) -> int:
         result = await Comparison(standing, plan, status.update).report()
     for cell in result["cells"]:
         console.print(report.table(cell, report.BRIEF))
-    notes = [NOTES[standing.pair]] if standing.pair in NOTES else []
+    told = {verifier.engine for verifier in (await standing.system()).verifiers} == {"llama"}
+    notes = [NOTES[standing.pair]] if told and standing.pair in NOTES else []
     console.print(READING, *notes, style="dim", sep="\n", highlight=False)
     console.print(report.verdict(result, MODES))
     return 0 if report.only_near_ties(result) else 1

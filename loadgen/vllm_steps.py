@@ -24,16 +24,16 @@ from paceline.settings import Settings, child_environment
 
 MEASURE = "services.verifier.vllm_measure"
 COLUMNS = (
-    ("sessions", "sessions", "{:d}"),
-    ("context", "context", "{:d}"),
-    ("T", "temperature", "{:g}"),
+    ("ses-\nsions", "sessions", "{:d}"),
+    ("con-\ntext", "context", "{:d}"),
+    ("tempe-\nrature", "temperature", "{:g}"),
     ("draft", "draft", "{:d}"),
-    ("step ms", "ms", "{:.1f}"),
-    ("of plain", "over_plain", "{:.2f}"),
-    ("port ms", "port_ms", "{:.2f}"),
-    ("choice ms", "choice_ms", "{:.2f}"),
-    ("vLLM ms", "vllm_ms", "{:.1f}"),
-    ("plain of it", "over_vllm", "{:.2f}"),
+    ("step\nms", "ms", "{:.1f}"),
+    ("over\nplain", "over_plain", "{:.2f}"),
+    ("of it\nport", "port_ms", "{:.1f}"),
+    ("of it\nchoice", "choice_ms", "{:.1f}"),
+    ("vLLM\nalone", "vllm_ms", "{:.1f}"),
+    ("plain\nover it", "over_vllm", "{:.2f}"),
 )
 """Heading, key of a row, format."""
 

@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from integration_kit import answer
 
+from edge_client.api import GatewayApi
 from edge_client.client import EdgeClient, Request
 from edge_client.drafts import load_draft
 from loadgen.divergence import Split, first_difference, margin
@@ -48,6 +50,9 @@ async def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     card = served_card(settings)
     options = StackOptions(root=folder, counts={"drafter": 0})
     async with LocalStack(options.with_vllm(VLLM_PYTHON) if request.param == "vllm" else options) as stack:
+        async with aiohttp.ClientSession() as http:
+            system = await GatewayApi(http, stack.gateway_url, stack.key).system()
+        assert {verifier.engine for verifier in system.verifiers} == {request.param}
         engine = await load_draft(card, settings, lambda *_: None)
         try:
             async with EdgeClient.connect(stack.gateway_url, stack.key, card=card, engine=engine) as made:
