@@ -142,19 +142,20 @@ class Comparison:
         steps = system.verifiers[0].step_ms if system.verifiers else {}
         modes = {mode.name: figures(cell.runs[mode.name]) for mode in cell.modes}
         modes["sync"]["g"] = cell.block
+        hop_ms = system.batchers[0].overhead_ms_p50 if system.batchers else None
         return {
             "pair": self._rig.pair, "rtt_ms": cell.rtt_ms, "sessions": 1, "temperature": cell.temperature,
-            "simulated": self._rig.simulated, "modes": modes, "predicted": self._predicted(cell),
+            "simulated": self._rig.simulated, "modes": modes, "predicted": self._predicted(cell, hop_ms),
             "sync_probes_ms": {str(block): value for block, value in cell.probes.items()},
             "draft_ms_per_token": draft_ms(run for repeat in cell.runs["paceline"] for run in repeat),
-            "overhead_ms_p50": system.batchers[0].overhead_ms_p50 if system.batchers else None,
+            "overhead_ms_p50": hop_ms,
             "step_ms": {str(size): steps.get(size) for size in STEP_SIZES},
         }  # fmt: skip
 
-    def _predicted(self, cell: Cell) -> dict[str, float]:
+    def _predicted(self, cell: Cell, hop_ms: float | None) -> dict[str, float]:
         runs = {name: [run for repeat in repeats for run in repeat] for name, repeats in cell.runs.items()}
         drafted = draft_ms(runs["paceline"])
-        return predicted(runs, Measured(cell.rtt_ms, draft_ms=drafted, sync_block=cell.block))
+        return predicted(runs, Measured(cell.rtt_ms, hop_ms or 0.0, draft_ms=drafted, sync_block=cell.block))
 
     async def _divergences(self, cell: Cell) -> list[dict[str, Any]]:
         """Each run whose tokens differ from those of the cloud-only mode's first repeat."""

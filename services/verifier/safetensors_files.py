@@ -38,14 +38,27 @@ def safetensors_of(gguf: Path, card: ModelCard, progress: Callable[[str], None] 
     """
     folder = gguf.with_suffix(".safetensors")
     source = Source(source=f"file:{gguf}")
-    with FileLock(gguf.with_suffix(".safetensors.lock"), timeout=LOCK_TIMEOUT_S):
-        if not _fresh(folder, source):
-            progress(f"writing {folder} from {gguf.name}")
-            _make(gguf, folder, source)
-        # Not what transformers makes of a GGUF file, which splits digits otherwise.
-        write_whole(folder / "tokenizer.json", card.tokenizer.encode(), mode=0o644)
+    try:
+        if not _ready(folder, source, card):
+            with FileLock(gguf.with_suffix(".safetensors.lock"), timeout=LOCK_TIMEOUT_S):
+                _bring(gguf, folder, source, card, progress)
+    except OSError as error:  # filelock's Timeout is one, too
+        raise ModelError(f"{folder} cannot be written: {error}") from error
     check_folder(folder, card)
     return folder
+
+
+def _bring(gguf: Path, folder: Path, source: Source, card: ModelCard, progress: Callable[[str], None]) -> None:
+    if not _fresh(folder, source):
+        progress(f"writing {folder} from {gguf.name}")
+        _make(gguf, folder, source)
+    # Not what transformers makes of a GGUF file, which splits digits otherwise.
+    write_whole(folder / "tokenizer.json", card.tokenizer.encode(), mode=0o644)
+
+
+def _ready(folder: Path, source: Source, card: ModelCard) -> bool:
+    tokenizer = folder / "tokenizer.json"
+    return _fresh(folder, source) and tokenizer.exists() and tokenizer.read_text() == card.tokenizer
 
 
 def check_folder(folder: Path, card: ModelCard) -> None:
@@ -112,6 +125,8 @@ def _write(gguf: Path, folder: Path) -> None:
     config = model.config
     del config.quantization_config
     config.architectures = [type(model).__name__]
+    halves = all(value.dtype == torch.float16 for value in weights.values())
+    config.dtype = torch.float16 if halves else torch.float32  # what vLLM computes in where a device has no other wish
     config.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 

@@ -7,11 +7,13 @@ changes under a step. Whose turn it is was decided by the batcher.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import structlog
 
@@ -67,6 +69,7 @@ class Verifier:
         self._ledger = SessionLedger(engine.status().context)
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(WAITING)
         self._subscriptions: list[Subscription] = []
+        self._draining = False
         reporter.engine, reporter.waiting, reporter.curve = engine.status, self._queue.qsize, self._curve.table
 
     async def start(self, *, draining: bool) -> None:
@@ -84,14 +87,15 @@ class Verifier:
         model = self._service.settings.model
         self._subscriptions.append(await bus.subscribe(wanted.at(model=model), self._on_status_wanted, *wanted.carries))
         self._service.spawn(self._work(), "verify steps")
-        self._reporter.enter("draining" if draining else "ready")
+        self._draining = draining
+        self._reporter.enter(self._awake())
 
     async def stop(self) -> None:
         """Take nothing new, answer what was taken, say so. Its caller bounds the time."""
         for subscription in reversed(self._subscriptions):
             await subscription.close()
-        if self._reporter.state == "failed":
-            return
+        if self._reporter.state == "failed" or self._service.failure is not None:
+            return  # nobody works the queue off any more
         await self._queue.join()
         self._reporter.enter("stopped")
         await self._reporter.publish()
@@ -106,8 +110,13 @@ class Verifier:
 
     async def _on_drain_state(self, received: Received) -> None:
         assert isinstance(received.message, DrainRequest)
-        self._reporter.enter("ready" if received.message.undo else "draining")
+        self._draining = not received.message.undo
+        if self._reporter.state in ("ready", "draining"):
+            self._reporter.enter(self._awake())
         await _respond(received, Ack())
+
+    def _awake(self) -> Literal["ready", "draining"]:
+        return "draining" if self._draining else "ready"
 
     async def _on_work(self, received: Received) -> None:
         try:
@@ -136,8 +145,9 @@ class Verifier:
         except BusError as error:
             log.warning("answer not sent", to=type(message).__name__, error=str(error))
         except FatalError as error:
-            await _respond(received, refused(Unavailable(str(error))))
             await self._reporter.fail(error)
+            with contextlib.suppress(BusError):
+                await _respond(received, refused(Unavailable(str(error))))
             raise
 
     async def _answer(self, message: Message) -> Message:
@@ -155,7 +165,7 @@ class Verifier:
         if wake:
             self._reporter.enter("loading")
             await self._engine.wake()
-            self._reporter.enter("draining")
+            self._reporter.enter(self._awake())
             return
         if self._reporter.state != "draining":
             raise BadRequest(f"verifier {self._service.instance} does not drain", code="not_draining")
@@ -247,7 +257,7 @@ async def body(service: Service) -> AsyncIterator[None]:
     service.spawn(reporter.run(), "verifier status")
     engine = await load_engine(service.settings, card, reporter.loading)
     try:
-        curve = LearnedCurve(None if card.simulated else curve_file(service.settings, engine.status().engine))
+        curve = LearnedCurve(None if card.simulated else curve_file(service.settings, engine.status()))
         await curve.prepare(engine, card.vocabulary)
         service.spawn(curve.run(), "step curve")
         verifier = Verifier(service, engine, reporter, curve)

@@ -14,6 +14,7 @@ Nothing of this is a public interface, so the version is pinned, and tests/vllm 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -57,8 +58,17 @@ if vllm.__version__.split("+")[0] != VERSION:
 CPU_BLOCK = 32
 """Tokens of a KV block on a CPU, where vLLM's own default is 128: what a shared prefix ends in is fed again."""
 GPU_BLOCK = 16
+WORKER_DIED = "a worker process of vLLM has died"
 SPARE_BLOCKS = 2
 """Of each session: what the ledger does not count, partly filled blocks and those of rejected drafts."""
+RESERVED = frozenset(
+    {
+        "async_scheduling", "enable_chunked_prefill", "enable_prefix_caching", "generation_config", "max_num_seqs",
+        "model", "num_gpu_blocks_override", "scheduler_cls", "skip_tokenizer_init", "speculative_config",
+        "worker_extension_cls",
+    }
+)  # fmt: skip
+"""Engine arguments that the verifier relies on."""
 MOST_SPARE = 8
 """Where vLLM says how many blocks there are, one in so many is spare at most; a session without work gives its own up
 when they are not enough."""
@@ -237,9 +247,14 @@ def _choices(logits: torch.Tensor, names: Sequence[str], metadata: Any, asked: d
 
 
 def plain_arguments(plan: Plan) -> dict[str, Any]:
-    """Engine arguments without any of our classes."""
+    """Engine arguments without any of our classes. Raises ModelError for options that are unknown or not to be had."""
+    known = {one.name for one in dataclasses.fields(EngineArgs)}
+    if unknown := sorted(plan.options.keys() - known):
+        raise ModelError(f"vLLM {VERSION} has no engine argument {', '.join(unknown)}")
+    if taken := sorted(plan.options.keys() & RESERVED):
+        raise ModelError(f"the engine arguments {', '.join(taken)} are Paceline's own")
     on_cpu = current_platform.is_cpu()
-    block = CPU_BLOCK if on_cpu else GPU_BLOCK
+    block = int(plan.options.get("block_size", CPU_BLOCK if on_cpu else GPU_BLOCK))
     mine: dict[str, Any] = {
         "model": str(plan.model),
         "skip_tokenizer_init": True,
@@ -268,23 +283,25 @@ def _arguments(plan: Plan) -> EngineArgs:
             "num_speculative_tokens": LONGEST_DRAFT,
         },
     }
-    return EngineArgs(**{**hooks, **plain_arguments(plan)})
+    return EngineArgs(**{**plain_arguments(plan), **hooks})
 
 
 class Core:
-    """A vLLM engine in this process, and its sessions by number. cells: tokens of KV for all of them. dead: why it will
-    never step again, once that is so: workers of a parallel model are processes of their own."""
+    """A vLLM engine in this process, and its sessions by number. cells: tokens of KV for all of them. context: of the
+    longest one. lost: sessions whose KV is gone without their owner's doing, to be taken out by whoever acts on it."""
 
     def __init__(self, plan: Plan) -> None:
         torch.set_num_threads(plan.threads)
         config = self._config = _arguments(plan).create_engine_config()
-        self.dead = ""
-        self.engine = EngineCore(config, Executor.get_class(config), False, self._died)
+        self._dead = ""
+        self.lost: set[int] = set()
+        self.engine = EngineCore(config, Executor.get_class(config), False, lambda: self.die(WORKER_DIED))
         size: int = config.model_config.get_vocab_size()
         self.vocabulary = min(size, plan.vocabulary or size)
         self.engine.collective_rpc("hook_coupling", args=(self.vocabulary,))
         self.scheduler: Scheduler = self.engine.scheduler
         self.batch: int = config.scheduler_config.max_num_batched_tokens
+        self.context: int = config.model_config.max_model_len
         self.steps = 0
         self._block = self.scheduler.block_size
         self.cells = plan.cells if plan.cells is not None else self._room(plan.sessions)
@@ -293,6 +310,8 @@ class Core:
         self._check()
 
     def _check(self) -> None:
+        if self.batch <= LONGEST_DRAFT:
+            raise ModelError(f"max_num_batched_tokens is {self.batch}: a step has to hold more than {LONGEST_DRAFT}")
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         if not all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups):
             raise ModelError("the state of this model cannot be rewound by positions, which speculation needs")
@@ -301,8 +320,16 @@ class Core:
         blocks = int(self.scheduler.kv_cache_config.num_blocks) - 1
         return (blocks - min(SPARE_BLOCKS * sessions, blocks // MOST_SPARE)) * int(self._block)
 
-    def _died(self) -> None:
-        self.dead = "a worker process of vLLM has died"
+    @property
+    def dead(self) -> str:
+        """Why it will never step again, once that is so. Workers of a parallel model are processes of their own; where
+        one dies vLLM says so before a step can fail over it, and calls back when it has ended the others."""
+        if not self._dead and getattr(self.engine.model_executor, "is_failed", False):
+            self.die(WORKER_DIED)
+        return self._dead
+
+    def die(self, reason: str) -> None:
+        self._dead = self._dead or reason
 
     def run(self, works: Sequence[Work]) -> None:
         """Engine steps until all of `works` is done: one, where its tokens fit into a step. What is not done afterwards
@@ -340,7 +367,7 @@ class Core:
         with a session than the caller's ledger counts; what it loses is found by its hash or fed again."""
         idle = next((key for key in self._held if key not in needed), None)
         if idle is not None:
-            self.forget(idle)
+            self._lose(idle)
         return idle is not None
 
     def _prepare(self, work: Work) -> str:
@@ -353,6 +380,7 @@ class Core:
                 held.become(work.path, keep, self._block)
                 return str(held.request.request_id)
             self.forget(work.key)  # its full blocks are found again by their hash, what follows is fed again
+        self.lost.discard(work.key)
         self._held[work.key] = held = _Held(self._opened(work))
         held.write(work.path, 0)
         return str(held.request.request_id)
@@ -365,7 +393,8 @@ class Core:
         shared = min(keep, len(known))
         if known[:shared] != work.path[:shared]:
             keep = common_prefix(known[:shared], work.path)
-        rewritten = keep == last and held.hashed == len(work.path)  # with what is there
+        # With what is there: another token would change a block that others may find.
+        rewritten = keep == last and held.hashed == len(work.path) and known[last] == work.path[last]
         return keep if keep >= held.hashed or rewritten else 0
 
     def _opened(self, work: Work) -> Request:
@@ -385,7 +414,7 @@ class Core:
     def _settle(self, work: Work) -> None:
         held = self._held[work.key]
         if not work.done:
-            self.forget(work.key)
+            self._lose(work.key)
             return
         at = len(work.path)
         held.computed = at + (accepted(work.chosen.tokens, work.ask.draft) if work.chosen and work.ask else 0)
@@ -405,15 +434,28 @@ class Core:
         if held is not None:
             self.scheduler.drop(held.request.request_id)
 
+    def _lose(self, key: int) -> None:
+        self.forget(key)
+        self.lost.add(key)
+
     def clear(self) -> None:
         """No session has KV any more."""
+        self.lost |= self._held.keys()
         self._held.clear()
         self.scheduler.clear()
         self.engine.collective_rpc("forget_step")
 
     def _clear(self) -> None:
-        if not self.dead:
+        if self.dead:
+            return
+        try:
             self.clear()
+        except Exception as error:
+            self.die(f"vLLM cannot go on after a step that failed: {error}")
+
+    @property
+    def device(self) -> str:
+        return "CPU" if current_platform.is_cpu() else str(current_platform.get_device_name())
 
     @property
     def can_sleep(self) -> bool:

@@ -1,6 +1,7 @@
 """The engine ports: what a draft model and a target model must be able to do.
 
-`engine_llama` and `engine_simulated` implement both and pass one contract suite (tests/contract/test_engine_*.py).
+`engine_llama` and `engine_simulated` implement both, services/verifier/engine_vllm.py the target's; one contract suite
+is for all of them (tests/contract/test_engine_*.py).
 
 An engine keeps, for each session key, a *ledger*: the token ids that it holds KV for. A caller never manages KV: it
 names the tokens it wants and the engine feeds what is missing, trims what does not agree, and evicts the least
@@ -106,6 +107,8 @@ class EngineStatus:
     step_ms: dict[int, float] = field(default_factory=dict)
     """Smoothed milliseconds of a step by number of tokens fed."""
     can_sleep: bool = False
+    device: str = ""
+    """What it computes on, where that is not the processor alone."""
 
 
 class TargetEngine(Protocol):
@@ -131,12 +134,12 @@ class TargetEngine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give the device's memory up, KV too. Until `wake` every step fails. Raises EngineError where it cannot."""
+        """Give the device's memory up, KV and ledgers too. Until `wake` every step fails. Raises EngineError where it
+        cannot, FatalError where it is lost over it."""
         ...
 
     async def wake(self) -> None:
-        """Take it back; sessions are fed again from their ledgers. Raises FatalError where the model does not say any
-        more what it said before."""
+        """Take it back. Raises FatalError where that fails, or the model does not say any more what it said before."""
         ...
 
     def status(self) -> EngineStatus:

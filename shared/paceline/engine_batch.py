@@ -111,10 +111,10 @@ class BatchEngine:
         return await request.future
 
     def trim(self, session: str, length: int) -> None:
-        self._between_steps(partial(self.ledgers.trim, session, length))
+        self.between_steps(partial(self.ledgers.trim, session, length))
 
     def release(self, session: str) -> None:
-        self._between_steps(partial(self.ledgers.release, session))
+        self.between_steps(partial(self.ledgers.release, session))
 
     def status(self) -> EngineStatus:
         return EngineStatus(
@@ -141,7 +141,8 @@ class BatchEngine:
         await self.runner.run(self.memory.close, 0)
         await self.runner.close()
 
-    def _between_steps(self, action: Callable[[], None]) -> None:
+    def between_steps(self, action: Callable[[], None]) -> None:
+        """Now, or after the step under way."""
         if self._stepping:
             self._deferred.append(action)
         else:

@@ -193,6 +193,11 @@ class Ledgers:
             self._cut(ledger, 0, always=True)
             self._spare.append(ledger.sequence)
 
+    def lose(self, sequences: Collection[int]) -> None:
+        """Memory has lost what was in these: their sessions are forgotten."""
+        for ledger in [ledger for ledger in self._ledgers.values() if ledger.sequence in sequences]:
+            self.evict(ledger.session)
+
     def reset(self) -> None:
         """Forget every session, and whatever else memory may hold."""
         for session in list(self._ledgers):

@@ -142,6 +142,30 @@ async def test_it_sleeps_when_drained_and_goes_on_after_it_woke() -> None:
         assert rig.service.not_ready() == {}
 
 
+async def test_a_drain_or_its_undoing_wakes_nobody_and_is_what_holds_after_the_sleep() -> None:
+    async with running(MortalTarget(World())) as rig:
+        engine = rig.engine
+        assert isinstance(engine, MortalTarget)
+        await told(rig, DrainRequest(verifier="v1"))
+        await told(rig, SleepRequest())
+        for undo in (False, True):
+            await told(rig, DrainRequest(verifier="v1", undo=undo))
+            assert (await rig.status()).state == "sleeping"
+        waking = asyncio.Event()
+
+        async def slow_wake() -> None:
+            waking.set()
+            await asyncio.sleep(0.1)
+            engine.asleep = False
+
+        engine.wake = slow_wake  # type: ignore[method-assign]
+        woken = asyncio.create_task(told(rig, SleepRequest(wake=True)))
+        await waking.wait()
+        assert (await rig.status()).state == "loading"
+        await woken
+        assert (await rig.status()).state == "ready"
+
+
 async def test_a_model_that_woke_up_changed_serves_nobody() -> None:
     async with running(MortalTarget(World())) as rig:
         seen = await heard(rig)

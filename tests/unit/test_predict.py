@@ -54,6 +54,15 @@ def test_predictions_are_the_closed_forms_at_the_measured_values() -> None:
     assert got["paceline"] == 25
 
 
+def test_the_way_to_a_step_is_part_of_every_turn() -> None:
+    modes = {name: [run(40, 10, 50)] for name in ("cloud", "sync", "deep", "deep_alt", "colocated")}
+    known = {"draft_ms": 16, "server_draft_ms": 10, "sync_block": 4, "colocated_block": 3}
+    with_way = predicted(modes, Measured(100, hop_ms=3, **known))
+    slower = predicted({name: [run(40, 10, 53)] for name in modes}, Measured(100, **known))
+    assert with_way == pytest.approx(slower)
+    assert with_way["cloud"] == 53
+
+
 def test_what_alternatives_bring_is_what_comes_sooner_than_a_draft_after_the_verdict() -> None:
     # a mismatch at 100, three tokens of a held branch by 150 (its own end included), a fresh block at 260; one at 400
     chunks = ((100.0, 3), (130.0, 2), (150.0, 1), (260.0, 4), (400.0, 1), (520.0, 2))
@@ -67,7 +76,7 @@ def test_alternatives_and_the_hosted_drafter_enter_with_what_was_measured_of_the
     chunks = ((10.0, 1), (20.0, 2), (90.0, 3), (200.0, 1))
     modes = {"cloud": [run(0, 0, 80)], "deep": [run(80, 20, 90)], "colocated": [run(30, 10, 95)]}
     modes["deep_alt"] = [run(40, 10, 100, chunks=chunks, kinds="eeceebe")]
-    got = predicted(modes, Measured(100, 10, 4, colocated_block=3))
+    got = predicted(modes, Measured(100, draft_ms=10, server_draft_ms=4, colocated_block=3))
     assert got["deep_alt"] == pytest.approx(theory.deep_with_alternatives(0.8, 10, 100, 100, hit=3, branch=0))
     assert got["colocated"] == pytest.approx(theory.colocated(0.75, 3, 4, 95))
     assert got["paceline"] == min(got.values())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine import Decided, Failed, Outcome, Rule, TargetItem
+from paceline.engine import Decided, EngineStatus, Failed, Outcome, Rule, TargetItem
 from paceline.engine_simulated import SimulatedTarget, Timing, World
 from paceline.settings import Settings
 from paceline.wire import Sampling
@@ -134,8 +134,16 @@ async def test_a_broken_file_is_no_file_and_an_unwritable_one_no_end(tmp_path: P
 
 def test_one_file_for_each_model_engine_and_number_of_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    one = curve_file(Settings.of(model="a/b:c", threads=2), "llama")
+
+    def status(engine: str, device: str = "") -> EngineStatus:
+        return EngineStatus(engine, False, 1, 1, 0, 0, device=device)
+
+    one = curve_file(Settings.of(model="a/b:c", threads=2), status("llama"))
     assert one.parent == tmp_path / "paceline" / "curves"
     assert one.name.startswith("a-b-c-llama-2-")
-    assert one == curve_file(Settings.of(model="a/b:c", threads=2), "llama")
-    assert one != curve_file(Settings.of(model="a/b:c", threads=1), "llama")
+    assert one == curve_file(Settings.of(model="a/b:c", threads=2), status("llama"))
+    assert one != curve_file(Settings.of(model="a/b:c", threads=1), status("llama"))
+    halves = Settings.of(model="a/b:c", threads=2, vllm_options={"dtype": "half"})
+    assert one == curve_file(halves, status("llama"))
+    several = [curve_file(Settings.of(model="a/b:c", threads=2), status("vllm", device)) for device in ("CPU", "H200")]
+    assert len({one, *several, curve_file(halves, status("vllm", "H200"))}) == 4

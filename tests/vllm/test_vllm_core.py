@@ -6,19 +6,19 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_kit import Kit, assert_same, feed, generate, one, plain, rule_for
-from vllm_kit import core_of, vllm_kit
+from engine_kit import Kit, assert_failed, assert_same, feed, generate, one, plain, rule_for
+from vllm_kit import core_of, model, vllm_kit
 
 from paceline.coupling import choose
 from paceline.engine import Decided, Fed, Rule, TargetItem
 from paceline.engine_ports import BatchedTarget
-from paceline.errors import FatalError
+from paceline.errors import FatalError, ModelError
 from paceline.wire import Sampling
 from services.verifier import vllm_core
 from services.verifier.coupling_torch import Ask, Chosen
@@ -269,6 +269,8 @@ async def test_sleep_and_wake(kit: Kit) -> None:
     await target.sleep()
     await target.wake()
     committed = [*prompt, *found.tokens]
+    assert_failed(await one(target, TargetItem("a", "t", len(committed), rule=rule)), "need_history")
+    await feed(target, "a", committed)
     for _ in range(4):
         found.tokens += tokens_of([await one(target, TargetItem("a", "t", len(committed), rule=rule))])
         committed.append(found.tokens[-1])
@@ -291,3 +293,79 @@ async def test_blocks_that_run_out_are_taken_from_who_is_idle(kit: Kit) -> None:
             rule = rule_for(prompt)
             item = TargetItem(f"s{i}", f"t{i}", len(prompt), 0, tuple(prompt), wrong[: 20 + 20 * turn], rule)
             assert isinstance(await one(target, item), Decided)
+
+
+async def test_a_block_that_others_may_find_is_never_changed(kit: Kit) -> None:
+    """Its last token is another one than when it was hashed."""
+    target = await kit.target()
+    prompt = kit.encode(STORY * 2)[:32]
+    longer = [*prompt, *kit.encode(" and so")]
+    rule = rule_for(longer)
+    expected = await plain(target, "expected", longer, rule, 6, tenant="other")
+    await feed(target, "a", prompt)
+    other = (prompt[-1] + 1,)
+    assert await one(target, TargetItem("a", "t", 32, 31, other)) == Fed("a", 32)
+    assert_same(kit, await plain(target, "b", longer, rule, 6), expected)
+
+
+async def test_a_chain_that_is_too_long_is_refused_and_the_others_are_served(kit: Kit) -> None:
+    target = await kit.target()
+    prompt = kit.encode(STORY)
+    await feed(target, "a", prompt)
+    await feed(target, "b", prompt)
+    item = TargetItem("a", "t", len(prompt), draft=(7,) * 64, rule=rule_for(prompt))
+    long, fits = await target.step([replace(item, session="b", draft=(7,) * 65), item])
+    assert_failed(long, "step_failed")
+    assert isinstance(fits, Decided)
+
+
+async def test_kv_that_vllm_gave_up_is_asked_for_and_not_fed_at_once(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would wait for it as long as a whole context takes."""
+    target = await kit.target()
+    prompt = kit.encode(STORY)
+    rule = rule_for(prompt)
+    for session in ("a", "b"):
+        await feed(target, session, prompt)
+    with monkeypatch.context() as patch:
+        kit.faults.failing_pass(patch, target, 3)
+        assert_failed(await one(target, TargetItem("a", "t", len(prompt), draft=(3,), rule=rule)), "step_failed")
+    passes = Passes.of(target, monkeypatch)
+    assert_failed(await one(target, TargetItem("b", "t", len(prompt), rule=rule)), "need_history")
+    assert passes.rows == []
+
+
+async def test_a_device_that_fails_every_step_is_dead(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = await kit.target()
+    prompt = kit.encode(STORY)
+    await feed(target, "a", prompt)
+
+    def execute_model(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(core_of(target).engine.model_executor, "execute_model", execute_model)
+    with pytest.raises(FatalError, match="illegal memory access"):
+        await one(target, TargetItem("a", "t", len(prompt), rule=rule_for(prompt)))
+    with pytest.raises(FatalError, match="illegal memory access"):
+        target.status()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tensor_paralel_size": 2}, "tensor_paralel_size"),
+        ({"scheduler_cls": "x", "max_num_seqs": 3}, "max_num_seqs, scheduler_cls"),
+        ({"max_num_batched_tokens": 64, "max_model_len": 64}, "max_num_batched_tokens is 64"),
+        ({"dtype": "float17"}, "float17"),
+    ],
+)
+async def test_options_that_cannot_be_are_named(options: dict[str, Any], named: str) -> None:
+    folder, _ = await asyncio.to_thread(model)
+    with pytest.raises(ModelError, match=named):
+        await VllmTarget.load(folder, context=512, cells=1024, max_sessions=4, options=options)
+
+
+async def test_an_option_for_a_shorter_context_is_what_sessions_are_told() -> None:
+    folder, _ = await asyncio.to_thread(model)
+    target = await VllmTarget.load(folder, context=2048, cells=1024, max_sessions=4, options={"max_model_len": 256})
+    assert target.status().context == 256
+    await target.close()
