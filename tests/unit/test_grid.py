@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from loadgen_kit import FakeEdge, FakeRig, paced, run
@@ -229,7 +230,9 @@ def test_a_cell_has_the_shape_of_the_report() -> None:
                "bytes_down_per_committed_token"}  # fmt: skip
     assert all(figures <= mode.keys() for mode in shown["modes"].values())
     assert shown["modes"]["sync"]["g"] == shown["modes"]["colocated"]["g"] == 4
-    assert shown["predicted"]["cloud"] == 20
+    assert shown["predicted"]["cloud"] == 22.5, "the step, and the way to it"
+    several = cell_report(msgspec.structs.replace(cell_of(paceline=15), sessions=2))
+    assert several["predicted"]["cloud"] == 20, "the next batch is there before the step ends"
     assert shown["step_ms"]["4"] == 30
     assert shown["draft_ms_per_token"] == 9
 
@@ -488,7 +491,7 @@ async def test_a_command_measures_what_is_missing(tmp_path: Path, monkeypatch: p
     code, text = await commanded(file, stacks, 0.0, 50.0)
     assert (code, stacks.started) == (0, 2)
     assert "1 of 2 cells are there" in text
-    assert "toy, 50 ms, 1 session, temperature 0: cloud 30.0 (20.0), deep 30.0" in text
+    assert "toy, 50 ms, 1 session, temperature 0: cloud 30.0 (21.5), deep 30.0" in text
     await commanded(file, stacks, 0.0, 50.0)
     assert stacks.started == 2, "nothing is missing"
     await commanded(file, stacks, 50.0, again=True)
