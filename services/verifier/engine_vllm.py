@@ -94,8 +94,8 @@ class VllmTarget(BatchedTarget):
         self.engine.between_steps(self._lose)
 
     def _lose(self) -> None:
-        lost, self.core.lost = self.core.lost, set()
-        self.engine.ledgers.lose(lost)
+        ledgers = self.engine.ledgers
+        ledgers.lose(self.core.take_lost(range(ledgers.sequences)))
 
     def status(self) -> EngineStatus:
         """Raises FatalError once the engine is dead: who asks every second notices, work or not."""

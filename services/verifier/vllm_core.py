@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -288,13 +288,14 @@ def _arguments(plan: Plan) -> EngineArgs:
 
 class Core:
     """A vLLM engine in this process, and its sessions by number. cells: tokens of KV for all of them. context: of the
-    longest one. lost: sessions whose KV is gone without their owner's doing, to be taken out by whoever acts on it."""
+    longest one."""
 
     def __init__(self, plan: Plan) -> None:
         torch.set_num_threads(plan.threads)
         config = self._config = _arguments(plan).create_engine_config()
         self._dead = ""
-        self.lost: set[int] = set()
+        self._lost: set[int] = set()
+        self._all_lost = False
         self.engine = EngineCore(config, Executor.get_class(config), False, lambda: self.die(WORKER_DIED))
         size: int = config.model_config.get_vocab_size()
         self.vocabulary = min(size, plan.vocabulary or size)
@@ -380,7 +381,7 @@ class Core:
                 held.become(work.path, keep, self._block)
                 return str(held.request.request_id)
             self.forget(work.key)  # its full blocks are found again by their hash, what follows is fed again
-        self.lost.discard(work.key)
+        self._lost.discard(work.key)
         self._held[work.key] = held = _Held(self._opened(work))
         held.write(work.path, 0)
         return str(held.request.request_id)
@@ -436,11 +437,17 @@ class Core:
 
     def _lose(self, key: int) -> None:
         self.forget(key)
-        self.lost.add(key)
+        self._lost.add(key)
+
+    def take_lost(self, keys: Iterable[int]) -> set[int]:
+        """Of these sessions, the ones whose KV is gone without their owner's doing. Each is told once."""
+        lost = {key for key in keys if key in self._lost or (self._all_lost and key not in self._held)}
+        self._lost, self._all_lost = set(), False
+        return lost
 
     def clear(self) -> None:
         """No session has KV any more."""
-        self.lost |= self._held.keys()
+        self._all_lost = True  # also of who only shares blocks with another session
         self._held.clear()
         self.scheduler.clear()
         self.engine.collective_rpc("forget_step")
