@@ -51,7 +51,7 @@ test: models lint  ## every check and every test
 	@.venv/bin/pytest --cov --cov-report=term:skip-covered
 
 test-vllm: models setup-vllm  ## the vLLM engine: its contract, its hooks (minutes)
-	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm -W default
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/on_vllm -W default
 	@.venv/bin/pytest tests/integration/test_exactness.py -k vllm
 
 lint: setup  ## style, types, import rules

@@ -9,7 +9,7 @@ scheduler's queues, so that it is neither run nor dropped. Three classes hook in
 - Proposer (`speculative_config.model`): proposes nothing; it makes vLLM compute logits at every draft position.
 - Hooks (`worker_extension_cls`): chooses by paceline.coupling where vLLM would run its rejection sampler.
 
-Nothing of this is a public interface, so the version is pinned, and tests/vllm notices when an upgrade moves it.
+Nothing of this is a public interface, so the version is pinned, and tests/on_vllm notices when an upgrade moves it.
 """
 
 from __future__ import annotations
