@@ -104,7 +104,9 @@ class Migrator:
             known = ", ".join(sorted(self.verifiers)) or "none"
             message = f"no verifier is called {request.verifier}; known: {known}"
             raise NotFound(message, code="unknown_verifier", param="verifier")
-        if request.sleep and not request.undo and not self.verifiers[request.verifier].can_sleep:
+        if request.sleep and request.undo:
+            raise BadRequest("a verifier is put to sleep or given back, not both", param="sleep")
+        if request.sleep and not self.verifiers[request.verifier].can_sleep:
             engine = self.verifiers[request.verifier].engine
             message = f"verifier {request.verifier} cannot sleep: its engine, {engine}, was not started for it"
             raise BadRequest(message, code="cannot_sleep", param="sleep")

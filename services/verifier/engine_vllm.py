@@ -103,12 +103,12 @@ class VllmTarget(BatchedTarget):
         return replace(super().status(), can_sleep=self.core.can_sleep, device=self.core.device)
 
     def _check_alive(self) -> None:
-        if self._model.core.dead:
-            raise FatalError(self._model.core.dead)
+        if self.core.dead:
+            raise FatalError(self.core.dead)
 
     async def sleep(self) -> None:
         try:
-            await self.engine.runner.run(self._model.core.sleep, 0)
+            await self.engine.runner.run(self.core.sleep, 0)
         except EngineError:
             raise
         except Exception as error:

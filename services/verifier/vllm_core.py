@@ -303,7 +303,6 @@ class Core:
         self.scheduler: Scheduler = self.engine.scheduler
         self.batch: int = config.scheduler_config.max_num_batched_tokens
         self.context: int = config.model_config.max_model_len
-        self.steps = 0
         self._block = self.scheduler.block_size
         self.cells = plan.cells if plan.cells is not None else self._room(plan.sessions)
         self._held: dict[int, _Held] = {}
@@ -353,7 +352,6 @@ class Core:
             self.engine.step_fn()
             while self.engine.batch_queue:  # of pipeline stages
                 self.engine.step_fn()
-            self.steps += 1
             moved = sum(requests[name].num_computed_tokens for name in waiting) > before
             if not (moved or self._made_room({work.key for work in works})):
                 break

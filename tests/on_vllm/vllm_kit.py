@@ -18,7 +18,7 @@ from paceline.settings import cache_dir
 from paceline.tokenizer import Tokenizer
 from services.verifier import vllm_core
 from services.verifier.coupling_torch import Ask, Chosen
-from services.verifier.engine_vllm import VllmModel, VllmTarget
+from services.verifier.engine_vllm import VllmTarget
 from services.verifier.safetensors_files import safetensors_of
 
 
@@ -31,9 +31,8 @@ def model() -> tuple[Path, Tokenizer]:
 
 
 def core_of(target: BatchedTarget) -> vllm_core.Core:
-    loaded = target.engine.memory
-    assert isinstance(loaded, VllmModel)
-    return loaded.core
+    assert isinstance(target, VllmTarget)
+    return target.core
 
 
 class VllmFaults:

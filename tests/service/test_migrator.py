@@ -74,8 +74,10 @@ async def test_a_drained_verifier_sleeps_and_is_woken_before_it_takes_sessions()
     with pytest.raises(BadRequest, match="cannot sleep") as refused:
         await ask(sleep=True)
     assert (refused.value.code, refused.value.param) == ("cannot_sleep", "sleep")
-    assert told == []
     await hear("v1", can_sleep=True)
+    with pytest.raises(BadRequest, match="not both"):
+        await ask(sleep=True, undo=True)
+    assert told == []
     assert (await ask(sleep=True)).asleep
     assert told == [DrainRequest(verifier="v1", sleep=True), SleepRequest()]
     await hear("v1", can_sleep=True, state="sleeping")

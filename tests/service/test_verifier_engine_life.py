@@ -11,7 +11,7 @@ import pytest
 from test_verifier import PROMPT, Rig, item, plain, running
 
 from paceline import subjects
-from paceline.bus import Received
+from paceline.bus import Bus, Received
 from paceline.bus_memory import MemoryBus
 from paceline.engine import EngineStatus, Outcome, TargetItem
 from paceline.engine_simulated import SimulatedTarget, Timing, World
@@ -54,14 +54,14 @@ class MortalTarget(SimulatedTarget):
         self.asleep = False
 
 
-async def heard(rig: Rig) -> list[VerifierStatus]:
+async def heard(bus: Bus) -> list[VerifierStatus]:
     seen: list[VerifierStatus] = []
 
     async def on_status(received: Received) -> None:
         assert isinstance(received.message, VerifierStatus)
         seen.append(received.message)
 
-    await rig.bus.subscribe(subjects.VERIFIER_STATUS.at(model="toy"), on_status, VerifierStatus)
+    await bus.subscribe(subjects.VERIFIER_STATUS.at(model="toy"), on_status, VerifierStatus)
     return seen
 
 
@@ -81,13 +81,7 @@ async def test_a_death_without_work_is_told_within_seconds_and_ends_the_process(
     monkeypatch.setattr(module, "load_engine", load_engine)
     bus, store = MemoryBus(), MemoryStore()
     service = Service("verifier", Settings.of(engine="simulated", model="toy", instance="v1"), bus, store, store)
-    seen: list[VerifierStatus] = []
-
-    async def on_status(received: Received) -> None:
-        assert isinstance(received.message, VerifierStatus)
-        seen.append(received.message)
-
-    await bus.subscribe(subjects.VERIFIER_STATUS.at(model="toy"), on_status, VerifierStatus)
+    seen = await heard(bus)
     async with body(service):
         assert service.not_ready() == {}
         died, engine.dead = time.monotonic(), "a worker is gone"
@@ -103,7 +97,7 @@ async def test_a_death_without_work_is_told_within_seconds_and_ends_the_process(
 async def test_who_waits_for_a_dead_engine_is_sent_elsewhere() -> None:
     """Not failed: the batch is refused as `not now`, so that its sessions go on at another verifier."""
     async with running(MortalTarget(World())) as rig:
-        seen = await heard(rig)
+        seen = await heard(rig.bus)
         engine = rig.engine
         assert isinstance(engine, MortalTarget)
         engine.dead = "a worker is gone"
@@ -118,7 +112,7 @@ async def test_who_waits_for_a_dead_engine_is_sent_elsewhere() -> None:
 async def test_it_sleeps_when_drained_and_goes_on_after_it_woke() -> None:
     truth = plain(3)
     async with running(MortalTarget(World())) as rig:
-        seen = await heard(rig)
+        seen = await heard(rig.bus)
         await rig.ask(item(PROMPT, start=0))
         with pytest.raises(BadRequest, match="does not drain"):
             await told(rig, SleepRequest())
@@ -168,7 +162,7 @@ async def test_a_drain_or_its_undoing_wakes_nobody_and_is_what_holds_after_the_s
 
 async def test_a_model_that_woke_up_changed_serves_nobody() -> None:
     async with running(MortalTarget(World())) as rig:
-        seen = await heard(rig)
+        seen = await heard(rig.bus)
         engine = rig.engine
         assert isinstance(engine, MortalTarget)
         await told(rig, DrainRequest(verifier="v1"))
@@ -185,7 +179,7 @@ async def test_a_step_that_does_not_end_makes_it_fail_until_it_does(monkeypatch:
     monkeypatch.setattr(reporting, "STUCK_S", 0.2)
     monkeypatch.setattr(reporting, "STATUS_S", 0.05)
     async with running(SimulatedTarget(World(), Timing(base_ms=600))) as rig:
-        seen = await heard(rig)
+        seen = await heard(rig.bus)
         rig.service.spawn(rig.verifier._reporter.run(), "status")
         await asyncio.sleep(0.1)
         assert {status.state for status in seen} == {"ready"}
