@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -114,6 +115,8 @@ async def _relay(made: Relay, listen: int) -> None:
 
 
 def main() -> None:
+    """SIGTERM ends a command as an interrupt does: what it started ends, and its temporary folders go."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         app()
     except PacelineError as error:

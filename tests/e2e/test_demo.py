@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import orjson
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,3 +86,23 @@ def test_a_grid_measures_its_cells_and_goes_on_where_it_stopped(tmp_path: Path) 
     assert "2 of 2 cells are there" in again
     assert orjson.loads((out / "grid.json").read_bytes())["cells"] == report["cells"]
     assert "## toy, 2 sessions, temperature 0.8" in (out / "grid.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_ended_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadgen", "grid", "--pair", "toy", "--json", str(tmp_path / "grid.json")]
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment, text=True) as running:
+        assert running.stdout is not None
+        next(line for line in running.stdout if "starting the edge" in line)
+        (root,) = folder.glob("paceline-loadgen-*")
+        children = psutil.Process(running.pid).children(recursive=True)
+        assert len(children) >= 8, f"NATS, Redis and the six services, in {root}"
+        running.send_signal(number)
+        assert running.wait(timeout=40) == 130
+    assert list(folder.glob("paceline-loadgen-*")) == []
+    assert not [child for child in children if child.is_running()]
