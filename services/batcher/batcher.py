@@ -47,9 +47,10 @@ FIRST_WORD_S = 1.5
 """How long a new batcher listens for a verifier before it tells of itself: they speak once a second, and a gateway
 that heard both sends sessions at once."""
 STRANDED_S = 60.0
-"""A session that no verifier serves for this long ends with an error."""
+"""A session that no verifier serves for this long ends with an error, unless one is loading its model."""
+LOADING_S = 600.0
+"""A large model takes minutes to load; a session waits for that at most so long."""
 REST_S = 1.0
-NO_VERIFIER = wire.Failure(status=503, code="verifier_unavailable", message="no verifier was ready for a minute")
 
 
 class Batcher:
@@ -175,8 +176,10 @@ class Batcher:
         elif (state == "parked") != live.session.parked:
             live.session.parked = state == "parked"
             live.patience.pause()
-        if live.stranded_since is not None and now - live.stranded_since > STRANDED_S and live.session.finish is None:
-            self.commit(live, live.session.fail(NO_VERIFIER), None)
+        if live.stranded_since is not None and live.session.finish is None:
+            patience_s = LOADING_S if self.directory.loading(now) else STRANDED_S
+            if (stranded_s := now - live.stranded_since) > patience_s:
+                self.commit(live, live.session.fail(_no_verifier(stranded_s)), None)
 
     async def _announce(self, lives: list[Live]) -> None:
         self._announcing = True
@@ -312,3 +315,8 @@ async def body(service: Service) -> AsyncIterator[None]:
         yield
     finally:
         await batcher.stop()
+
+
+def _no_verifier(stranded_s: float) -> wire.Failure:
+    message = f"no verifier was ready for {stranded_s:.0f} s"
+    return wire.Failure(status=503, code="verifier_unavailable", message=message)

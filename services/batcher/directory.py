@@ -125,6 +125,10 @@ class Directory:
         """Is it likely that a verifier serves in a moment, where none does now?"""
         return now - self._served <= EXPECTED_S
 
+    def loading(self, now: float) -> bool:
+        """Is a verifier coming up?"""
+        return any(known.status.state == "loading" and now - known.heard <= FRESH_S for known in self._known.values())
+
     def serving(self, now: float) -> list[str]:
         return [name for name in self._known if self.serves(name, now)]
 

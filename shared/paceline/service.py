@@ -95,7 +95,10 @@ class Service:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        log.error("task failed", task=task.get_name(), exc_info=error)
+        if isinstance(error, FatalError):  # says what there is to know
+            log.error("cannot go on", task=task.get_name(), error=str(error), kind=type(error).__name__)
+        else:
+            log.error("task failed", task=task.get_name(), exc_info=error)
         self.failure = self.failure or error
         self.stopping.set()
 
@@ -114,8 +117,8 @@ async def serve(name: str, body: Body, settings: Settings | None = None) -> int:
         sys.stderr.write(f"paceline {name}: {error}\n")
         return 1
     telemetry.start_logs(name, settings.instance, settings.log_level, settings.log_json)
-    for variable in unknown_variables():
-        log.warning("unknown setting", variable=variable)
+    for variable, hint in unknown_variables().items():
+        log.warning("unknown setting", variable=variable, hint=hint)
     end_tracing = telemetry.start_tracing(name, settings.instance, settings.otlp_endpoint)
     try:
         return await _run(name, body, settings)

@@ -9,7 +9,8 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -19,18 +20,6 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from paceline.errors import SettingsError
 
 PREFIX = "PACELINE_"
-_INHERITED = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "TZ",
-    "TMPDIR",
-    "XDG_CACHE_HOME",
-    "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH",
-    "HF_HOME",
-    "CUDA_VISIBLE_DEVICES",
-)
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
@@ -165,17 +154,23 @@ def _isolated(kind: type[B]) -> type[B]:
     return type(kind.__name__, (kind,), {"settings_customise_sources": sources, "__doc__": kind.__doc__})
 
 
-def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
-    """PACELINE_ variables that nobody reads: most likely misspelt."""
+def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """PACELINE_ variables that nobody reads, most likely misspelt, with a word on what may have been meant."""
     names = os.environ if environment is None else environment
     known = {PREFIX + field.upper() for kind in (Settings, StackSettings) for field in kind.model_fields}
-    return sorted(name for name in names if name.startswith(PREFIX) and name not in known)
+    unknown = sorted(name for name in names if name.startswith(PREFIX) and name not in known)
+    return {name: _meant(get_close_matches(name, known, 1, cutoff=0.8)) for name in unknown}
+
+
+def _meant(similar: Sequence[str]) -> str:
+    return f"{similar[0]} is meant, perhaps" if similar else "no such setting"
 
 
 def child_environment(settings: Mapping[str, str], **extra: str) -> dict[str, str]:
-    """The environment of a child process: what every program needs from ours, then `settings`, then `extra`. Other
-    PACELINE_ variables of this process are not handed on, so that a child has exactly what it was given."""
-    base = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    """The environment of a child process: ours (PATH, VLLM_LOGGING_LEVEL, NCCL_SOCKET_IFNAME, ...), then `settings`,
+    then `extra`. PACELINE_ variables of this process are not handed on: a child has exactly the settings it was
+    given."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     return {**base, **settings, **extra}
 
 

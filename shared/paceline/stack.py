@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,8 +66,11 @@ class StackOptions:
 
     def with_vllm(self, python: Path) -> StackOptions:
         """The same with verifiers on vLLM, which have an environment of their own. Raises SettingsError."""
-        if not python.exists():
-            raise SettingsError(f"there is no interpreter {python}: `make setup-vllm` makes an environment with vLLM")
+        if not (python.is_file() and os.access(python, os.X_OK)):
+            wrong = "is no interpreter" if python.exists() else "does not exist"
+            raise SettingsError(
+                f"{python} {wrong}: `make setup-vllm` makes an environment with vLLM, .venv-vllm/bin/python"
+            )
         return replace(
             self,
             settings={**self.settings, "engine": "llama"},

@@ -22,7 +22,7 @@ import structlog
 
 from paceline.errors import FatalError
 from paceline.processes import alive, birth, http_ready
-from paceline.settings import Settings, StackSettings
+from paceline.settings import Settings, StackSettings, unknown_variables
 from paceline.stack import (
     SERVERS,
     STATE_FILE,
@@ -93,6 +93,8 @@ def _given(options: argparse.Namespace) -> dict[str, object]:
 
 def _up(settings: StackSettings, _options: argparse.Namespace) -> int:
     """Start everything and return once it is ready."""
+    for variable, hint in unknown_variables().items():
+        sys.stderr.write(f"{variable} is not read by anybody: {hint}\n")
     _refuse_if_up(settings.state_dir)
     _stack(settings).check_ports()
     logs = settings.state_dir.resolve() / "logs"

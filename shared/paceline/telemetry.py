@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from structlog.tracebacks import ExceptionDictTransformer
 
 # --- spans and attributes ---
 
@@ -263,7 +264,9 @@ def start_logs(service: str, instance: str, level: str, as_json: bool) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=False)
+    renderer: Any = structlog.processors.JSONRenderer()
+    if not as_json:
+        renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=shared,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_exceptions(as_json), renderer],
@@ -302,4 +305,7 @@ class _Rarely(logging.Filter):
 
 
 def _exceptions(as_json: bool) -> list[Any]:
-    return [structlog.processors.dict_tracebacks] if as_json else []
+    """Without local variables: they hold prompts and keys."""
+    if not as_json:
+        return []
+    return [structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False))]

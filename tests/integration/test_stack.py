@@ -135,8 +135,8 @@ asyncio.run(main())
             await asyncio.sleep(0.05)
 
 
-async def run(tmp_path: Path, *words: str) -> tuple[int, str]:
-    settings = {"PACELINE_STATE_DIR": str(tmp_path), "PACELINE_MODEL": "toy", "PACELINE_ENGINE": "simulated"}
+async def run(tmp_path: Path, *words: str, **more: str) -> tuple[int, str]:
+    settings = {"PACELINE_STATE_DIR": str(tmp_path), "PACELINE_MODEL": "toy", "PACELINE_ENGINE": "simulated", **more}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "paceline.stack", *words, env=child_environment(settings),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -341,3 +341,11 @@ def test_a_line_without_a_time_is_kept_as_it_is() -> None:
     line = read_line("    raise ValueError()")
     assert line is not None
     assert (line.at, line.text) == (None, "    raise ValueError()")
+
+
+async def test_a_wrong_interpreter_and_a_misspelt_variable_are_named(tmp_path: Path) -> None:
+    ports = [word for name in ("nats", "redis", "http") for word in (f"--{name}-port", "0")]
+    code, output = await run(tmp_path, "up", *ports, "--vllm-python", str(tmp_path), PACELINE_VLLM_OPTION="{}")
+    assert code == 1
+    assert f"{tmp_path} is no interpreter" in output
+    assert "PACELINE_VLLM_OPTION is not read by anybody: PACELINE_VLLM_OPTIONS is meant, perhaps" in output

@@ -22,7 +22,7 @@ from paceline.errors import FatalError, ModelError
 from paceline.wire import Sampling
 from services.verifier import vllm_core
 from services.verifier.coupling_torch import Ask, Chosen
-from services.verifier.engine_vllm import VllmTarget
+from services.verifier.engine_vllm import LEAST_CONTEXT, VllmTarget
 
 STORY = "Once upon a time, in a small village by the sea, there lived a fisherman who had never caught a fish. "
 NAMES = ["Paris", "Rome", "Oslo", "Bern"]
@@ -356,12 +356,33 @@ async def test_a_device_that_fails_every_step_is_dead(kit: Kit, monkeypatch: pyt
         ({"scheduler_cls": "x", "max_num_seqs": 3}, "max_num_seqs, scheduler_cls"),
         ({"max_num_batched_tokens": 64, "max_model_len": 64}, "max_num_batched_tokens is 64"),
         ({"dtype": "float17"}, "float17"),
+        ({"tokenizer": "/elsewhere"}, "tokenizer"),
+        ({"block_size": "abc"}, "block_size is 'abc'"),
+        ({"block_size": None}, "block_size is None"),
+        ({"block_size": 0}, "block_size is 0"),
     ],
 )
 async def test_options_that_cannot_be_are_named(options: dict[str, Any], named: str) -> None:
     folder, _ = await asyncio.to_thread(model)
     with pytest.raises(ModelError, match=named):
         await VllmTarget.load(folder, context=512, cells=1024, max_sessions=4, options=options)
+
+
+async def test_without_room_for_one_session_the_option_is_named() -> None:
+    folder, _ = await asyncio.to_thread(model)
+    with pytest.raises(ModelError, match=r"kv_cache_memory_bytes.: 1000"):
+        await VllmTarget.load(folder, context=512, max_sessions=4, options={"kv_cache_memory_bytes": 1000})
+
+
+async def test_the_shortest_context() -> None:
+    folder, _ = await asyncio.to_thread(model)
+    with pytest.raises(ModelError, match=f"{LEAST_CONTEXT - 1} tokens at most"):
+        await VllmTarget.load(folder, context=LEAST_CONTEXT - 1)
+    target = await VllmTarget.load(folder, context=LEAST_CONTEXT, max_sessions=2)
+    assert target.status().context == LEAST_CONTEXT
+    await target.sleep()
+    await target.wake()
+    await target.close()
 
 
 async def test_an_option_for_a_shorter_context_is_what_sessions_are_told() -> None:

@@ -17,6 +17,12 @@ from services.verifier.engine_vllm import VllmTarget
 STORY = "Once upon a time, in a small village by the sea, there lived a fisherman who had never caught a fish. "
 
 
+def _threads(_worker: object) -> int:
+    import torch
+
+    return int(torch.get_num_threads())
+
+
 async def test_the_same_text_and_a_death_is_noticed() -> None:
     kit = await vllm_kit()
     folder, _ = await asyncio.to_thread(model)
@@ -25,6 +31,7 @@ async def test_the_same_text_and_a_death_is_noticed() -> None:
     try:
         prompt = kit.encode(STORY)
         rule = rule_for(prompt, 0.8)
+        assert core_of(target).engine.collective_rpc(_threads) == [1]
         expected = await plain(target, "plain", prompt, rule, 12)
         chains = drafts_of(expected.tokens, prompt, 5, lambda i: i % 4 == 3)
         assert_same(kit, await generate(target, "drafts", prompt, rule, 12, chains), expected)

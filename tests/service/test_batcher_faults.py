@@ -7,11 +7,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from batcher_kit import DEEP, PLAIN, Client, Drafter, Stack, soon, stack
+import pytest
+from batcher_kit import CARD, DEEP, PLAIN, Client, Drafter, Stack, soon, stack
 
 from paceline.errors import StoreError
 from paceline.store import Append, Appended, Rejected
-from paceline.wire import Speculation, VerifierRelease
+from paceline.wire import Speculation, VerifierRelease, VerifierStatus
+from services.batcher import batcher
 
 SLOW = {"step_ms": 5.0}
 
@@ -69,6 +71,35 @@ async def test_the_only_verifier_is_killed_and_another_one_comes() -> None:
         await asyncio.sleep(0.5)
         await made.verifier("v2", **SLOW)
         await end_well(clients)
+
+
+async def test_a_session_waits_for_a_verifier_that_loads_and_not_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batcher, "STRANDED_S", 0.2)
+    async with stack(engine=SLOW) as made:
+        (client,) = await streams(made, count=1)
+        (live,) = made.batcher.table
+        coming = VerifierStatus(
+            verifier="v2", model="toy", fingerprint=CARD.fingerprint, engine="simulated", simulated=True,
+            state="loading", context=0, cells_total=0, cells_used=0, sessions=0, busy=0.0, queue=0, steps=0,
+            step_tokens=0,
+        )  # fmt: skip
+        await made.killable("v1").kill()
+        waited = 0.0
+        while waited < 0.6:
+            made.batcher.directory.hear(coming, time.monotonic())
+            waited = time.monotonic() - live.stranded_since if live.stranded_since is not None else 0.0
+            assert client.finish is None
+            await asyncio.sleep(0.05)
+        await made.verifier("v2", **SLOW)
+        await end_well([client])
+
+        (client,) = await streams(made, count=1)
+        await made.killable("v2").kill()
+        await client.done()
+        assert client.finish == "error"
+        assert client.last is not None
+        assert client.last.error is not None
+        assert client.last.error.code == "verifier_unavailable"
 
 
 async def test_a_verifier_that_begins_anew_under_its_old_name() -> None:

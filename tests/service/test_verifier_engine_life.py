@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +16,13 @@ from paceline import subjects
 from paceline.bus import Bus, Received
 from paceline.bus_memory import MemoryBus
 from paceline.engine import EngineStatus, Outcome, TargetItem
-from paceline.engine_simulated import SimulatedTarget, Timing, World
-from paceline.errors import BadRequest, EngineError, FatalError, Unavailable
+from paceline.engine_simulated import SimulatedTarget, Timing, World, toy_card
+from paceline.errors import BadRequest, EngineError, FatalError, ModelError, Unavailable
 from paceline.service import Service
 from paceline.settings import Settings
 from paceline.store_memory import MemoryStore
 from paceline.wire import Ack, DrainRequest, SleepRequest, VerifierStatus
-from services.verifier import reporting
+from services.verifier import engines, reporting
 from services.verifier import verifier as module
 from services.verifier.verifier import body
 
@@ -213,3 +215,9 @@ async def test_an_engine_that_cannot_sleep_says_so() -> None:
         assert (await rig.status()).state == "draining"
         (answer,) = await rig.ask(item(PROMPT, start=0))
         assert answer.token == plain(1)[0]
+
+
+async def test_an_environment_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=f"{re.escape(sys.executable)} has no vLLM.*verifier-vllm"):
+        await engines.load_engine(Settings.of(engine="vllm"), toy_card())

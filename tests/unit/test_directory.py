@@ -48,6 +48,16 @@ def test_who_serves() -> None:
     assert directory.choose({}, 10.1) is None
 
 
+def test_a_verifier_that_loads_is_coming_up_while_it_is_heard() -> None:
+    directory = Directory("f")
+    assert not directory.loading(0.0)
+    directory.hear(status("v1", state="loading"), 0.0)
+    assert directory.loading(FRESH_S)
+    assert not directory.loading(FRESH_S + 0.1)
+    directory.hear(status("v1"), 10.0)
+    assert not directory.loading(10.0)
+
+
 def test_a_verifier_that_began_anew_is_noticed() -> None:
     directory = Directory("f")
     assert not directory.hear(status("v1", steps=7), 0.0)

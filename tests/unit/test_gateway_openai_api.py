@@ -114,6 +114,13 @@ def test_a_body_that_is_no_json_object(body: bytes) -> None:
     assert caught.value.code == "invalid_json"
 
 
+@pytest.mark.parametrize("half", [r"\ud800", r"\udfff", r"a\ud83dz"])
+def test_half_a_surrogate_pair_is_named(half: str) -> None:
+    with pytest.raises(BadRequest, match="surrogate") as caught:
+        parse_chat(b'{"model": "%s"}' % half.encode())
+    assert caught.value.code == "invalid_json"
+
+
 def test_a_missing_model() -> None:
     with pytest.raises(BadRequest) as caught:
         parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}')

@@ -108,16 +108,19 @@ def test_instances_are_never_the_same_twice() -> None:
 
 def test_misspelt_variables_are_found() -> None:
     names = {"PACELINE_MODLE": "x", "PACELINE_MODEL": "y", "PACELINE_NATS_PORT": "1", "HOME": "/"}
-    assert unknown_variables(names) == ["PACELINE_MODLE"]
+    assert unknown_variables(names) == {"PACELINE_MODLE": "PACELINE_MODEL is meant, perhaps"}
+    assert unknown_variables({"PACELINE_WHATEVER_ELSE": ""}) == {"PACELINE_WHATEVER_ELSE": "no such setting"}
 
 
 def test_a_child_gets_exactly_the_settings_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_MODEL", "from the parent's environment")
     monkeypatch.setenv("PACELINE_THREADS", "7")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     given = Settings.of(model="toy", http_port=1, log_json=True, keys_file=Path("/k"), api_key="pl-1", instance="v-0")
     assert (given.model, given.threads) == ("toy", 1), "the environment is left aside"
     environment = child_environment(given.environment(), EXTRA="1")
     assert environment["EXTRA"] == "1"
+    assert environment["NCCL_SOCKET_IFNAME"] == "eth7", "what libraries of the child read"
     assert environment["PACELINE_API_KEY"] == "pl-1"
     for name in [name for name in environment if name.startswith("PACELINE_")]:
         monkeypatch.setenv(name, environment[name])

@@ -111,6 +111,25 @@ except ZeroDivisionError:
     assert "ZeroDivisionError" in json.dumps(lines[2])
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_traceback_shows_no_values(as_json: bool) -> None:
+    """Prompts and keys are in local variables."""
+    done = run(f"""
+import structlog
+from paceline.telemetry import start_logs
+start_logs("verifier", "v-0", "info", {as_json})
+def fail(prompt):
+    raise ValueError("no row")
+try:
+    fail("mine " + "alone")
+except ValueError:
+    structlog.get_logger().exception("failed")
+""")
+    assert "no row" in done.stderr
+    assert "in fail" in done.stderr or '"fail"' in done.stderr
+    assert "mine alone" not in done.stderr
+
+
 def test_a_collector_that_is_away_delays_nothing() -> None:
     done = run("""
 import time
