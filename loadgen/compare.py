@@ -154,8 +154,7 @@ class Comparison:
 
     def _predicted(self, cell: Cell, hop_ms: float | None) -> dict[str, float]:
         runs = {name: [run for repeat in repeats for run in repeat] for name, repeats in cell.runs.items()}
-        drafted = draft_ms(runs["paceline"])
-        return predicted(runs, Measured(cell.rtt_ms, hop_ms or 0.0, draft_ms=drafted, sync_block=cell.block))
+        return predicted(runs, Measured(cell.rtt_ms, hop_ms or 0.0, sync_block=cell.block))
 
     async def _divergences(self, cell: Cell) -> list[dict[str, Any]]:
         """Each run whose tokens differ from those of the cloud-only mode's first repeat."""

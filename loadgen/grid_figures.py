@@ -156,13 +156,10 @@ def ratios(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measured(cell: CellRuns) -> Measured:
-    blocks = {name: mode.g for name, mode in cell.modes.items()}
     # Of several sessions, batches go out before the step under way ends: nobody waits for the way.
     hop_ms = (cell.around.overhead_ms_p50 or 0.0) if cell.sessions == 1 else 0.0
-    return Measured(
-        cell.rtt_ms, hop_ms, edge_draft_ms(cell), cell.around.server_draft_ms, blocks.get("sync"),
-        blocks.get("colocated"),
-    )  # fmt: skip
+    block = cell.modes["sync"].g if "sync" in cell.modes else None
+    return Measured(cell.rtt_ms, hop_ms, cell.around.server_draft_ms, block)
 
 
 def edge_draft_ms(cell: CellRuns) -> float | None:

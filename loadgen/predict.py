@@ -5,27 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from loadgen.figures import draft_ms
 from loadgen.jobs import Run
 from loadgen.pace import interpolated
 from paceline import theory
-from paceline.wire import VerifierStatus
+from paceline.wire import Source, VerifierStatus
 
 Runs = Mapping[str, Sequence[Run]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """hop_ms: from a block's arrival in the cloud to the start of the step that verifies it, where the verifier is
-    idle; as much lies between two steps of a session that is alone. draft_ms, server_draft_ms: one drafted token at the
-    edge, and of the hosted drafter. sync_block, colocated_block: block lengths of these modes."""
+    """Beside the runs. hop_ms: from a block's arrival in the cloud to the start of the step that verifies it, where the
+    verifier is idle; as much lies between two steps of a session that is alone. server_draft_ms: one token of the
+    hosted drafter. sync_block: block length of the synchronous mode."""
 
     rtt_ms: float
     hop_ms: float = 0.0
-    draft_ms: float | None = None
     server_draft_ms: float | None = None
     sync_block: int | None = None
-    colocated_block: int | None = None
+
+
+class Block(NamedTuple):
+    """Means over the verify steps of a mode with blocks of a length of its own: drafts that came for one, and drafts
+    verified in it. Both are below that length, since a block may be verified in two steps, or its end not at all."""
+
+    drafted: float
+    verified: float
 
 
 def acceptance(runs: Sequence[Run]) -> float | None:
@@ -49,16 +57,17 @@ def step_curve(status: VerifierStatus, context: float) -> dict[int, float]:
 
 
 def predicted(modes: Runs, measured: Measured) -> dict[str, float]:
-    """Milliseconds per token by mode; a mode whose inputs were not measured is left out. A mode's step time is the mean
-    of its own steps, so that of several sessions it holds the rows of all that were in it."""
+    """Milliseconds per token by mode; a mode whose inputs were not measured is left out. Acceptance, block length, and
+    the times of steps and drafts are means of the mode's own runs: of several sessions, a step holds the rows of all
+    that were in it."""
     found: dict[str, float] = {}
     if (t_1 := _turn_ms(modes.get("cloud", ()), measured)) is not None:
         found["cloud"] = t_1
     if (colocated := _colocated(modes, measured)) is not None:
         found["colocated"] = colocated
-    a = acceptance([*modes.get("sync", ()), *modes.get("deep", ())])
-    if a is not None and measured.draft_ms is not None:
-        found |= _distributed(modes, measured, a, measured.draft_ms)
+    if (synchronous := _synchronous(modes.get("sync", ()), measured)) is not None:
+        found["sync"] = synchronous
+    found |= _deep(modes, measured)
     best = min(found.get("deep_alt", math.inf), found.get("deep", math.inf))
     if best < math.inf and t_1 is not None:
         found["paceline"] = theory.filled(best, t_1, found.get("colocated", math.inf))
@@ -79,22 +88,40 @@ def _turn_ms(runs: Sequence[Run], measured: Measured) -> float | None:
 def _colocated(modes: Runs, measured: Measured) -> float | None:
     """Drafter and verifier share a core, so all sessions draft, then all are verified."""
     runs = modes.get("colocated", ())
-    a, t_v, g, t_s = acceptance(runs), _turn_ms(runs, measured), measured.colocated_block, measured.server_draft_ms
-    if a is None or t_v is None or g is None or t_s is None:
+    a, t_v, block, t_s = acceptance(runs), _turn_ms(runs, measured), block_of(runs, "hosted"), measured.server_draft_ms
+    if a is None or t_v is None or block is None or t_s is None:
         return None
-    return theory.colocated(a, g, t_s, t_v)
+    return theory.colocated(a, block.verified, t_s * block.drafted / block.verified, t_v)
 
 
-def _distributed(modes: Runs, measured: Measured, a: float, t_d: float) -> dict[str, float]:
+def _synchronous(runs: Sequence[Run], measured: Measured) -> float | None:
+    """A block costs one round trip, however many steps it takes."""
+    a, t_v, block, t_d = acceptance(runs), _turn_ms(runs, measured), block_of(runs, "edge"), draft_ms(runs)
+    if a is None or t_v is None or block is None or t_d is None or measured.sync_block is None:
+        return None
+    away = measured.rtt_ms * min(1.0, block.drafted / measured.sync_block)
+    return theory.synchronous(a, block.verified, t_d * block.drafted / block.verified, away, t_v)
+
+
+def block_of(runs: Sequence[Run], source: Source) -> Block | None:
+    """None where nothing of the source was verified."""
+    steps = sum(run.counters.timed_steps for run in runs)
+    drafted = sum(run.counters.drafted.get(source, 0) for run in runs)
+    verified = sum(run.counters.verified_by.get(source, 0) for run in runs)
+    return Block(drafted / steps, verified / steps) if steps and verified else None
+
+
+def _deep(modes: Runs, measured: Measured) -> dict[str, float]:
+    """Without and with alternatives; what these bring is counted apart from the acceptance of the chain."""
     found, away = dict[str, float](), measured.rtt_ms
-    t_v = {name: _turn_ms(modes.get(name, ()), measured) for name in ("sync", "deep", "deep_alt")}
-    if measured.sync_block is not None and t_v["sync"] is not None:
-        found["sync"] = theory.synchronous(a, measured.sync_block, t_d, away, t_v["sync"])
-    if t_v["deep"] is not None:
-        found["deep"] = theory.deep(a, t_d, away, t_v["deep"])
-    if t_v["deep_alt"] is not None:  # hit x E(branch) is what was measured; E(0) is 1
-        held = held_beyond(modes["deep_alt"], away + t_d)
-        found["deep_alt"] = theory.deep_with_alternatives(a, t_d, away, t_v["deep_alt"], hit=held, branch=0)
+    a, t_d = acceptance(modes.get("deep", ())), draft_ms(modes.get("deep", ()))
+    if a is None or t_d is None:
+        return found
+    if (t_v := _turn_ms(modes["deep"], measured)) is not None:
+        found["deep"] = theory.deep(a, t_d, away, t_v)
+    if (t_v := _turn_ms(modes.get("deep_alt", ()), measured)) is not None:
+        held = held_beyond(modes["deep_alt"], away + t_d)  # hit x E(branch) is what was measured; E(0) is 1
+        found["deep_alt"] = theory.deep_with_alternatives(a, t_d, away, t_v, hit=held, branch=0)
     return found
 
 

@@ -12,8 +12,9 @@ import math
 from dataclasses import dataclass
 
 
-def expected_tokens(a: float, g: int) -> float:
-    """E(g): tokens that a verified block of g drafts commits, the target's own included. 0 <= a <= 1, g >= 0."""
+def expected_tokens(a: float, g: float) -> float:
+    """E(g): tokens that a verified block of g drafts (on average) commits, the target's own included. 0 <= a <= 1,
+    g >= 0."""
     if not 0.0 <= a <= 1.0:
         raise ValueError(f"acceptance {a} is not between 0 and 1")
     if g < 0:
@@ -21,12 +22,12 @@ def expected_tokens(a: float, g: int) -> float:
     return float(g + 1) if a == 1.0 else (1.0 - a ** (g + 1)) / (1.0 - a)
 
 
-def colocated(a: float, g: int, t_s: float, t_v: float) -> float:
+def colocated(a: float, g: float, t_s: float, t_v: float) -> float:
     """The server drafts for itself, then verifies: nothing overlaps, nothing travels."""
     return (g * t_s + t_v) / expected_tokens(a, g)
 
 
-def synchronous(a: float, g: int, t_d: float, round_trip: float, t_v: float) -> float:
+def synchronous(a: float, g: float, t_d: float, round_trip: float, t_v: float) -> float:
     """Draft, send, wait: every block pays drafting, the round trip and the step, one after the other."""
     return (g * t_d + round_trip + t_v) / expected_tokens(a, g)
 

@@ -12,10 +12,13 @@ from paceline.wire import Counters, StepTable, VerifierStatus
 CURVE = {1: 25.0, 5: 50.0, 9: 75.0}
 
 
-def run(accepted: int, rejected: int, step: float | None = None, **values: object) -> Run:
-    """`step`: mean milliseconds of its verify steps."""
-    timed = {} if step is None else {"timed_steps": 9, "step_ms": 9 * step}
-    counters = Counters(accepted={"edge": accepted}, rejected=rejected, steps=10, step_tokens=50, **timed)
+def run(accepted: int, rejected: int, step: float | None = None, source: str = "edge", **values: object) -> Run:
+    """`step`: mean milliseconds of its ten verify steps. 40 drafts came for them, and 30 were verified."""
+    timed = {} if step is None else {"timed_steps": 10, "step_ms": 10 * step}
+    counters = Counters(
+        drafted={source: 40}, verified_by={source: 30}, accepted={source: accepted}, rejected=rejected, steps=11,
+        step_tokens=50, **timed,
+    )  # fmt: skip
     whole = {"tokens": (), "text": "", "kinds": "", "chunks": (), "finish": "length", "prompt_tokens": 1, **values}
     return Run(counters=counters, **whole)  # type: ignore[arg-type]
 
@@ -46,20 +49,25 @@ def test_the_step_time_is_the_mean_of_the_steps_that_read_no_prompt() -> None:
 
 
 def test_predictions_are_the_closed_forms_at_the_measured_values() -> None:
-    modes = {"cloud": [run(0, 0, 25)], "sync": [run(40, 10, 50)], "deep": [run(40, 10, 45)]}
-    got = predicted(modes, Measured(100, draft_ms=16, sync_block=4))
+    """Each mode's at its own; a synchronous block of 5 that takes 1.25 steps waits for one round trip."""
+    modes = {
+        "cloud": [run(0, 0, 25)], "sync": [run(18, 6, 50, draft_ms=15)], "deep": [run(40, 10, 45, draft_ms=16)],
+    }  # fmt: skip
+    got = predicted(modes, Measured(100, sync_block=5))
     assert got["cloud"] == 25
-    assert got["sync"] == pytest.approx(theory.synchronous(0.8, 4, 16, 100, 50))
+    assert got["sync"] == pytest.approx((4 * 15 + 80 + 50) / theory.expected_tokens(0.75, 3))
     assert got["deep"] == pytest.approx(theory.deep(0.8, 16, 100, 45))
     assert got["paceline"] == 25
+    alone = predicted({"sync": modes["sync"]}, Measured(100, sync_block=3))
+    assert alone["sync"] == pytest.approx((4 * 15 + 100 + 50) / theory.expected_tokens(0.75, 3))
 
 
 def test_the_way_to_a_step_is_part_of_every_turn() -> None:
-    modes = {name: [run(40, 10, 50)] for name in ("cloud", "sync", "deep", "deep_alt", "colocated")}
-    known = {"draft_ms": 16, "server_draft_ms": 10, "sync_block": 4, "colocated_block": 3}
-    with_way = predicted(modes, Measured(100, hop_ms=3, **known))
-    slower = predicted({name: [run(40, 10, 53)] for name in modes}, Measured(100, **known))
-    assert with_way == pytest.approx(slower)
+    names = {"cloud": "edge", "sync": "edge", "deep": "edge", "deep_alt": "edge", "colocated": "hosted"}
+    fast, slow = ({name: [run(40, 10, ms, source, draft_ms=16)] for name, source in names.items()} for ms in (50, 53))
+    with_way = predicted(fast, Measured(100, 3, server_draft_ms=10, sync_block=4))
+    assert with_way == pytest.approx(predicted(slow, Measured(100, server_draft_ms=10, sync_block=4)))
+    assert with_way.keys() == {*names, "paceline"}
     assert with_way["cloud"] == 53
 
 
@@ -74,14 +82,16 @@ def test_what_alternatives_bring_is_what_comes_sooner_than_a_draft_after_the_ver
 
 def test_alternatives_and_the_hosted_drafter_enter_with_what_was_measured_of_them() -> None:
     chunks = ((10.0, 1), (20.0, 2), (90.0, 3), (200.0, 1))
-    modes = {"cloud": [run(0, 0, 80)], "deep": [run(80, 20, 90)], "colocated": [run(30, 10, 95)]}
+    modes = {"cloud": [run(0, 0, 80)], "deep": [run(80, 20, 90, draft_ms=10)]}
     modes["deep_alt"] = [run(40, 10, 100, chunks=chunks, kinds="eeceebe")]
-    got = predicted(modes, Measured(100, draft_ms=10, server_draft_ms=4, colocated_block=3))
+    modes["colocated"] = [run(30, 10, 95, "hosted")]
+    got = predicted(modes, Measured(100, server_draft_ms=4))
     assert got["deep_alt"] == pytest.approx(theory.deep_with_alternatives(0.8, 10, 100, 100, hit=3, branch=0))
-    assert got["colocated"] == pytest.approx(theory.colocated(0.75, 3, 4, 95))
+    assert got["colocated"] == pytest.approx((4 * 4 + 95) / theory.expected_tokens(0.75, 3))
     assert got["paceline"] == min(got.values())
 
 
 def test_what_was_not_measured_is_left_out() -> None:
     assert predicted({}, Measured(0, sync_block=4)) == {}
-    assert predicted({"deep": [run(0, 0, 9)], "cloud": [run(0, 0, 25)]}, Measured(0, draft_ms=16)) == {"cloud": 25}
+    assert predicted({"deep": [run(0, 0, 9)], "cloud": [run(0, 0, 25)]}, Measured(0)) == {"cloud": 25}
+    assert predicted({"sync": [run(9, 1, 9)], "deep": [run(9, 1, 9)]}, Measured(0, sync_block=4)) == {}
