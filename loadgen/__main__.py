@@ -114,9 +114,16 @@ async def _relay(made: Relay, listen: int) -> None:
     await asyncio.Event().wait()
 
 
+def _terminated(*_: object) -> None:
+    """Interrupts are ignored in what a script's shell starts in the background."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
+
+
 def main() -> None:
-    """SIGTERM ends a command as an interrupt does: what it started ends, and its temporary folders go."""
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    """SIGTERM ends a command as an interrupt does (with 130): what it started ends, and its temporary folders go."""
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         app()
     except PacelineError as error:

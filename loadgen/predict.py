@@ -29,8 +29,8 @@ class Measured:
 
 
 class Block(NamedTuple):
-    """Means over the verify steps of a mode with blocks of a length of its own: drafts that came for one, and drafts
-    verified in it. Both are below that length, since a block may be verified in two steps, or its end not at all."""
+    """Means over the steps of a mode with blocks of a length of its own: drafts that came for one, and drafts verified
+    in it. Both are below that length, since a block may be verified in two steps, or its end not at all."""
 
     drafted: float
     verified: float
@@ -58,8 +58,8 @@ def step_curve(status: VerifierStatus, context: float) -> dict[int, float]:
 
 def predicted(modes: Runs, measured: Measured) -> dict[str, float]:
     """Milliseconds per token by mode; a mode whose inputs were not measured is left out. Acceptance, block length, and
-    the times of steps and drafts are means of the mode's own runs: of several sessions, a step holds the rows of all
-    that were in it."""
+    the times of steps and drafts are those of the mode's own runs (with alternatives: acceptance and drafts of the mode
+    without): of several sessions, a step holds the rows of all that were in it."""
     found: dict[str, float] = {}
     if (t_1 := _turn_ms(modes.get("cloud", ()), measured)) is not None:
         found["cloud"] = t_1
@@ -105,7 +105,7 @@ def _synchronous(runs: Sequence[Run], measured: Measured) -> float | None:
 
 def block_of(runs: Sequence[Run], source: Source) -> Block | None:
     """None where nothing of the source was verified."""
-    steps = sum(run.counters.timed_steps for run in runs)
+    steps = sum(run.counters.steps for run in runs)
     drafted = sum(run.counters.drafted.get(source, 0) for run in runs)
     verified = sum(run.counters.verified_by.get(source, 0) for run in runs)
     return Block(drafted / steps, verified / steps) if steps and verified else None

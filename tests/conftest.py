@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+for _name in ("COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(_name, None)  # of the terminal that the tests run in: what they start has its own
 
 for _folder in (".", "service", "integration"):
     sys.path.insert(0, str(Path(__file__).parent / _folder))

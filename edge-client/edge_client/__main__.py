@@ -17,6 +17,7 @@ from edge_client.drafts import NoDraftModel
 from edge_client.faults import NoGateway
 from edge_client.interrupts import EXIT_CODE
 from paceline.errors import FatalError, PacelineError, RequestError, Unauthorized
+from paceline.plain_log import console_renderer
 
 _KEY_OF_UP = "export PACELINE_API_KEY=$(cat .state/key)"
 _NO_KEY = ("`make up` on this machine makes one; after it:", _KEY_OF_UP)
@@ -27,6 +28,7 @@ _NO_GATEWAY = ("is the gateway running there?", "--gateway or PACELINE_GATEWAY_U
 
 def main() -> None:
     structlog.configure(
+        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(), console_renderer()],
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )

@@ -47,7 +47,7 @@ FIRST_WORD_S = 1.5
 """How long a new batcher listens for a verifier before it tells of itself: they speak once a second, and a gateway
 that heard both sends sessions at once."""
 STRANDED_S = 60.0
-"""A session that no verifier serves for this long ends with an error, unless one is loading its model."""
+"""A session ends with an error when for so long no verifier served it or said that it loads the model."""
 LOADING_S = 600.0
 """A large model takes minutes to load; a session waits for that at most so long."""
 REST_S = 1.0
@@ -176,9 +176,10 @@ class Batcher:
         elif (state == "parked") != live.session.parked:
             live.session.parked = state == "parked"
             live.patience.pause()
-        if live.stranded_since is not None and live.session.finish is None:
-            patience_s = LOADING_S if self.directory.loading(now) else STRANDED_S
-            if (stranded_s := now - live.stranded_since) > patience_s:
+        if live.stranded_since is not None and live.session.finish is None and self._service.bus.connected:
+            stranded_s = now - live.stranded_since
+            hopeless_s = now - max(live.stranded_since, self.directory.coming)
+            if hopeless_s > STRANDED_S or stranded_s > LOADING_S:
                 self.commit(live, live.session.fail(_no_verifier(stranded_s)), None)
 
     async def _announce(self, lives: list[Live]) -> None:

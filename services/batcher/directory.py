@@ -47,6 +47,8 @@ class Directory:
         self._drafters: dict[str, tuple[DrafterStatus, float]] = {}
         self._settling_until = 0.0
         self._served = -math.inf
+        self.coming = -math.inf
+        """When a verifier last said that it loads our model."""
         self.policy: PolicyDecision | None = None
 
     @property
@@ -66,6 +68,8 @@ class Directory:
         self._known[status.verifier] = Known(status, now, times)
         if self.serves(status.verifier, now):
             self._served = now
+        if status.state == "loading" and status.fingerprint == self._fingerprint:
+            self.coming = now
         return before is not None and (
             status.steps < before.status.steps
             or (status.state in ("loading", "failed") and status.state != before.status.state)
@@ -124,10 +128,6 @@ class Directory:
     def expects(self, now: float) -> bool:
         """Is it likely that a verifier serves in a moment, where none does now?"""
         return now - self._served <= EXPECTED_S
-
-    def loading(self, now: float) -> bool:
-        """Is a verifier coming up?"""
-        return any(known.status.state == "loading" and now - known.heard <= FRESH_S for known in self._known.values())
 
     def serving(self, now: float) -> list[str]:
         return [name for name in self._known if self.serves(name, now)]

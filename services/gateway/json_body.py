@@ -13,6 +13,7 @@ from paceline.errors import BadRequest
 
 T = TypeVar("T")
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _FIELD = re.compile(r"^Object (?P<what>missing required|contains unknown) field `(?P<name>[^`]*)`")
 
 
@@ -29,7 +30,7 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 def _fault(data: bytes, error: Exception) -> str:
     """Half of a surrogate pair is cut-off data to msgspec; the standard library reads it."""
-    if "truncated" in str(error):
+    if "truncated" in str(error) and _SURROGATE.search(data):
         with contextlib.suppress(ValueError, RecursionError):
             json.loads(data)
             return r"a text in it has half of a surrogate pair (\uD800 to \uDFFF)"

@@ -137,8 +137,14 @@ def _load(plan: Plan) -> VllmModel:
     except ModelError:
         raise
     except Exception as error:  # of a library of many parts, of many kinds
-        given = f" with the options {dict(plan.options)}" if plan.options else ""
+        given = f" with the options {_shown(plan.options)}" if plan.options else ""
         raise ModelError(f"vLLM cannot serve {plan.model}{given}: {error!r}") from error
+
+
+def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what must not be in a log."""
+    secret = ("token", "key", "password", "secret")
+    return {name: "***" if any(word in name for word in secret) else value for name, value in options.items()}
 
 
 class VllmModel:
@@ -198,6 +204,8 @@ class VllmModel:
 
     def _check(self, error: EngineError) -> None:
         """After a step that failed: may be the fault of what it held, or the device will never work again."""
+        if self.core.dead:
+            return
         try:
             self._probe(())
         except Exception:

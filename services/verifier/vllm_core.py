@@ -22,8 +22,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: the step is a call, not a message
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # version 2 refuses proposers of one's own
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: the step is a call, not a message
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 refuses proposers of one's own
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -214,8 +214,7 @@ class Hooks:
         """A step that failed between its two halves."""
         self.model_runner.execute_model_state = None
 
-    def hook_coupling(self, vocabulary: int, threads: int) -> None:
-        torch.set_num_threads(threads)  # also of a worker that is a process of its own
+    def hook_coupling(self, vocabulary: int) -> None:
         runner = self.model_runner
         execute, sample_tokens = runner.execute_model, runner.sample_tokens
         asked: dict[str, Ask] = {}
@@ -306,6 +305,7 @@ class Core:
 
     def __init__(self, plan: Plan) -> None:
         torch.set_num_threads(plan.threads)
+        os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # of workers that are processes of their own
         config = self._config = _arguments(plan).create_engine_config()
         self._dead = ""
         self._lost: set[int] = set()
@@ -313,7 +313,7 @@ class Core:
         self.engine = EngineCore(config, Executor.get_class(config), False, lambda: self.die(WORKER_DIED))
         size: int = config.model_config.get_vocab_size()
         self.vocabulary = min(size, plan.vocabulary or size)
-        self.engine.collective_rpc("hook_coupling", args=(self.vocabulary, plan.threads))
+        self.engine.collective_rpc("hook_coupling", args=(self.vocabulary,))
         self.scheduler: Scheduler = self.engine.scheduler
         self.batch: int = config.scheduler_config.max_num_batched_tokens
         self.context: int = config.model_config.max_model_len
@@ -348,13 +348,18 @@ class Core:
     def run(self, works: Sequence[Work]) -> None:
         """Engine steps until all of `works` is done: one, where its tokens fit into a step. What is not done afterwards
         found no room. Raises EngineError where the model failed; no session has any KV then."""
+        if self.dead:
+            raise EngineError(self.dead)
         try:
             self._run(works)
+        except TimeoutError as error:  # of a worker; asked further it might answer what it was asked before
+            self.die(f"a worker of vLLM does not answer: {error}")
+            raise EngineError(self.dead) from error
         except RuntimeError as error:
-            self._clear()
+            self._clear(error)
             raise EngineError(f"vLLM's step failed: {error}") from error
-        except BaseException:
-            self._clear()
+        except BaseException as error:
+            self._clear(error)
             raise
 
     def _run(self, works: Sequence[Work]) -> None:
@@ -464,13 +469,13 @@ class Core:
         self.scheduler.clear()
         self.engine.collective_rpc("forget_step", timeout=FORGET_S)
 
-    def _clear(self) -> None:
+    def _clear(self, failed: BaseException) -> None:
         if self.dead:
             return
         try:
             self.clear()
         except Exception as error:
-            self.die(f"vLLM cannot go on after a step that failed: {error}")
+            self.die(f"vLLM cannot go on after a step that failed ({failed!r}): {error!r}")
 
     @property
     def device(self) -> str:

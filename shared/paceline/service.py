@@ -95,7 +95,7 @@ class Service:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        if isinstance(error, FatalError):  # says what there is to know
+        if isinstance(error, FatalError) and error.__cause__ is None:  # says what there is to know
             log.error("cannot go on", task=task.get_name(), error=str(error), kind=type(error).__name__)
         else:
             log.error("task failed", task=task.get_name(), exc_info=error)

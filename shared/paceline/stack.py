@@ -40,6 +40,8 @@ SERVERS = ("nats", "redis")
 TENANT = "local"
 STATE_FILE = "stack.json"
 READY_S = 180.0
+OF_AN_ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+"""Variables that tell an interpreter where its packages are."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,10 @@ class LocalStack:
             **self.options.own.get(name, {}), "http_port" if service == "gateway" else "health_port": port,
         }  # fmt: skip
         environment = child_environment(Settings.of(**values).environment(), PYTHONUNBUFFERED="1")
-        command = [self.options.python.get(service, sys.executable), "-m", f"services.{service}"]
+        python = self.options.python.get(service, sys.executable)
+        if python != sys.executable:  # another environment, maybe of another version
+            environment = {name: value for name, value in environment.items() if name not in OF_AN_ENVIRONMENT}
+        command = [python, "-m", f"services.{service}"]
         ready = http_ready(f"http://127.0.0.1:{port}/readyz")
         return self._child(name, command, environment, ready, {"http": port}, self._pin(name, service))
 

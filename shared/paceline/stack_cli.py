@@ -21,6 +21,7 @@ import psutil
 import structlog
 
 from paceline.errors import FatalError
+from paceline.plain_log import console_renderer
 from paceline.processes import alive, birth, http_ready
 from paceline.settings import Settings, StackSettings, unknown_variables
 from paceline.stack import (
@@ -179,7 +180,7 @@ def _supervise(settings: StackSettings, _options: argparse.Namespace) -> int:
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer(colors=False),
+            console_renderer(),
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )

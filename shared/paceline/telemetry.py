@@ -24,6 +24,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from structlog.tracebacks import ExceptionDictTransformer
 
+from paceline.plain_log import console_renderer
+
 # --- spans and attributes ---
 
 SPAN_REQUEST = "gateway.request"
@@ -266,7 +268,7 @@ def start_logs(service: str, instance: str, level: str, as_json: bool) -> None:
     ]
     renderer: Any = structlog.processors.JSONRenderer()
     if not as_json:
-        renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+        renderer = console_renderer()
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=shared,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_exceptions(as_json), renderer],

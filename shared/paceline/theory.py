@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 
 def expected_tokens(a: float, g: float) -> float:
-    """E(g): tokens that a verified block of g drafts (on average) commits, the target's own included. 0 <= a <= 1,
-    g >= 0."""
+    """E(g): tokens that a verified block of g drafts commits, the target's own included. 0 <= a <= 1, g >= 0. With
+    g the mean of blocks of several lengths it is an upper bound."""
     if not 0.0 <= a <= 1.0:
         raise ValueError(f"acceptance {a} is not between 0 and 1")
     if g < 0:

@@ -90,19 +90,29 @@ def test_a_grid_measures_its_cells_and_goes_on_where_it_stopped(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_command_that_is_ended_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "background"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, False)]
+)
+def test_a_command_that_is_ended_leaves_nothing_behind(
+    number: signal.Signals, background: bool, tmp_path: Path
+) -> None:
+    """background: as a script's shell starts it, with interrupts ignored."""
     command = [sys.executable, "-m", "loadgen", "grid", "--pair", "toy", "--json", str(tmp_path / "grid.json")]
     folder = tmp_path / "temporary"
     folder.mkdir()
     environment = {**os.environ, "TMPDIR": str(folder)}
+    if background:
+        command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment, text=True) as running:
-        assert running.stdout is not None
-        next(line for line in running.stdout if "starting the edge" in line)
-        (root,) = folder.glob("paceline-loadgen-*")
-        children = psutil.Process(running.pid).children(recursive=True)
-        assert len(children) >= 8, f"NATS, Redis and the six services, in {root}"
-        running.send_signal(number)
-        assert running.wait(timeout=40) == 130
+        try:
+            assert running.stdout is not None
+            next(line for line in running.stdout if "starting the edge" in line)
+            (root,) = folder.glob("paceline-loadgen-*")
+            children = psutil.Process(running.pid).children(recursive=True)
+            assert len(children) >= 8, f"NATS, Redis and the six services, in {root}"
+            running.send_signal(number)
+            assert running.wait(timeout=40) == 130
+        finally:
+            running.kill()
     assert list(folder.glob("paceline-loadgen-*")) == []
     assert not [child for child in children if child.is_running()]

@@ -350,6 +350,36 @@ async def test_a_device_that_fails_every_step_is_dead(kit: Kit, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
+    ("fault", "named"),
+    [(TimeoutError("RPC call to execute_model"), "does not answer"), (RuntimeError("rank 0 is ill"), "rank 0 is ill")],
+)
+async def test_a_worker_that_does_not_answer_is_asked_nothing_more(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, fault: Exception, named: str
+) -> None:
+    """As where one of several devices fails, and another one waits for it for ever."""
+    target = await kit.target()
+    prompt = kit.encode(STORY)
+    await feed(target, "a", prompt)
+    asked: list[str] = []
+
+    def step() -> Any:
+        asked.append("step")
+        raise fault
+
+    def silent(method: Any, timeout: float | None = None, **_: Any) -> Any:
+        asked.append(str(method))
+        assert timeout is not None, "it would wait for ever"
+        raise TimeoutError(f"RPC call to {method}")
+
+    monkeypatch.setattr(core_of(target).engine, "step_fn", step)
+    monkeypatch.setattr(core_of(target).engine, "collective_rpc", silent)
+    for _ in range(2):
+        with pytest.raises(FatalError, match=named):
+            await one(target, TargetItem("a", "t", len(prompt), rule=rule_for(prompt)))
+    assert asked == (["step"] if isinstance(fault, TimeoutError) else ["step", "forget_step"])
+
+
+@pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"tensor_paralel_size": 2}, "tensor_paralel_size"),
@@ -366,6 +396,14 @@ async def test_options_that_cannot_be_are_named(options: dict[str, Any], named: 
     folder, _ = await asyncio.to_thread(model)
     with pytest.raises(ModelError, match=named):
         await VllmTarget.load(folder, context=512, cells=1024, max_sessions=4, options=options)
+
+
+async def test_secrets_among_the_options_stay_out_of_errors() -> None:
+    folder, _ = await asyncio.to_thread(model)
+    options = {"hf_token": "hf_mine", "dtype": "float17"}
+    with pytest.raises(ModelError, match="float17") as caught:
+        await VllmTarget.load(folder, context=512, max_sessions=4, options=options)
+    assert "hf_mine" not in str(caught.value)
 
 
 async def test_without_room_for_one_session_the_option_is_named() -> None:

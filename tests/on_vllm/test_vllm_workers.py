@@ -27,11 +27,11 @@ async def test_the_same_text_and_a_death_is_noticed() -> None:
     kit = await vllm_kit()
     folder, _ = await asyncio.to_thread(model)
     options = {"distributed_executor_backend": "mp"}
-    target = await VllmTarget.load(folder, context=512, cells=1024, max_sessions=4, options=options)
+    target = await VllmTarget.load(folder, context=512, cells=1024, max_sessions=4, threads=2, options=options)
     try:
         prompt = kit.encode(STORY)
         rule = rule_for(prompt, 0.8)
-        assert core_of(target).engine.collective_rpc(_threads) == [1]
+        assert core_of(target).engine.collective_rpc(_threads) == [2]
         expected = await plain(target, "plain", prompt, rule, 12)
         chains = drafts_of(expected.tokens, prompt, 5, lambda i: i % 4 == 3)
         assert_same(kit, await generate(target, "drafts", prompt, rule, 12, chains), expected)

@@ -101,6 +101,16 @@ async def test_a_session_waits_for_a_verifier_that_loads_and_not_for_nobody(monk
         assert client.last.error is not None
         assert client.last.error.code == "verifier_unavailable"
 
+        monkeypatch.setattr(batcher, "LOADING_S", 0.5)
+        await made.verifier("v3", **SLOW)
+        (client,) = await streams(made, count=1)
+        await made.killable("v3").kill()
+        async with asyncio.timeout(10):
+            while client.finish is None:
+                made.batcher.directory.hear(coming, time.monotonic())
+                await asyncio.sleep(0.05)
+        assert client.finish == "error", "not for ever"
+
 
 async def test_a_verifier_that_begins_anew_under_its_old_name() -> None:
     async with stack(engine=SLOW) as made:

@@ -48,14 +48,13 @@ def test_who_serves() -> None:
     assert directory.choose({}, 10.1) is None
 
 
-def test_a_verifier_that_loads_is_coming_up_while_it_is_heard() -> None:
+def test_a_verifier_that_loads_our_model_is_coming() -> None:
     directory = Directory("f")
-    assert not directory.loading(0.0)
-    directory.hear(status("v1", state="loading"), 0.0)
-    assert directory.loading(FRESH_S)
-    assert not directory.loading(FRESH_S + 0.1)
-    directory.hear(status("v1"), 10.0)
-    assert not directory.loading(10.0)
+    assert directory.coming < 0
+    directory.hear(status("v1", state="loading"), 5.0)
+    directory.hear(status("v2", state="loading", fingerprint="other"), 6.0)
+    directory.hear(status("v3"), 7.0)
+    assert directory.coming == 5.0
 
 
 def test_a_verifier_that_began_anew_is_noticed() -> None:
