@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from loadgen import report
-from loadgen.divergence import TOP, Split, first_difference, margin
+from loadgen.divergence import Split, first_difference
 from loadgen.figures import draft_ms, figures, itl_ms
 from loadgen.jobs import Job, Run
+from loadgen.margins import margin_at
 from loadgen.modes import CLOUD, DEEP, EDGE, PACELINE, SYNC_BLOCKS, Mode, sync
 from loadgen.predict import Measured, predicted
 from loadgen.prompts import EVERYDAY, PROMPTS
@@ -171,9 +170,5 @@ class Comparison:
         return found
 
     async def _margin(self, split: Split, prompt: int, temperature: float) -> float | None:
-        """Ask the target for its log-probabilities at the split."""
         job = self._plan.job(CLOUD, prompt, temperature, tokens=split.position + 1)
-        run = await self._rig.edge.run(msgspec.structs.replace(job, logprobs=TOP))
-        if len(run.logprobs) <= split.position:
-            return None
-        return margin(split, run.logprobs[split.position], temperature, job.seed)
+        return await margin_at(self._rig.edge, job, split)

@@ -6,13 +6,12 @@ shape of a batch, so a choice may flip where the two best scores nearly tie; suc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.coupling import noise
-from paceline.wire import LogprobEntry
 
 NEAR_TIE = 0.15
 """Scores (in logits) that lie within this may flip with the shape of a batch (docs/benchmarks.md)."""
@@ -37,12 +36,11 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> Split | None:
     return None
 
 
-def margin(split: Split, entry: LogprobEntry, temperature: float, seed: int) -> float | None:
-    """Difference of the two tokens' scores at the split, from the log-probabilities there. None: not among the top.
+def margin(split: Split, known: Mapping[int, float], temperature: float, seed: int) -> float | None:
+    """Difference of the two tokens' scores at the split, from the log-probabilities there. None: not among `known`.
 
     Without filters and penalties a score is log-probability / temperature plus the token's noise, up to a constant.
     """
-    known = dict(entry.top)
     if split.one not in known or split.other not in known or split.one is None or split.other is None:
         return None
     tokens = np.array([split.one, split.other], dtype=np.int64)

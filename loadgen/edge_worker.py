@@ -136,7 +136,10 @@ class Worker:
 
     async def _complete(self, client: EdgeClient, engine: DraftEngine | None, job: Job) -> Run:
         tokens = client.chat([{"role": "user", "content": job.prompt}])
-        sampling = Sampling(temperature=job.temperature, min_tokens=job.min_tokens, end_ids=client.card.end_ids)
+        sampling = Sampling(
+            temperature=job.temperature, min_tokens=job.min_tokens, end_ids=client.card.end_ids,
+            logit_bias=job.logit_bias,
+        )  # fmt: skip
         if job.alone:
             assert engine is not None, "a link is up, so the draft model is loaded"
             return await draft_alone(engine, tokens, sampling, job)

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import structs
-
 from loadgen import report
-from loadgen.divergence import TOP, Split, first_difference, margin
+from loadgen.divergence import Split, first_difference
 from loadgen.grid_figures import CellRuns, ModeRuns, Surroundings, probe_ms
 from loadgen.grid_plan import BLOCKS, PROBE_TOKENS, WARM_UP_TOKENS, Place, Terms
 from loadgen.jobs import Job, Run, Wave, Waved
+from loadgen.margins import margin_at
 from loadgen.modes import CLOUD, Mode, colocated, sync
 from loadgen.pace import Pace
 from loadgen.predict import step_curve
@@ -169,12 +168,7 @@ class CellMeter:
         return found
 
     async def _margin(self, place: Place, split: Split, prompt: int) -> float | None:
-        """Ask the target for its log-probabilities at the split."""
-        job = self._job(prompt, CLOUD, place, split.position + 1)
-        run = await self._rig.edge.run(structs.replace(job, logprobs=TOP))
-        if len(run.logprobs) <= split.position:
-            return None
-        return margin(split, run.logprobs[split.position], place.temperature, job.seed)
+        return await margin_at(self._rig.edge, self._job(prompt, CLOUD, place, split.position + 1), split)
 
 
 def runs_of(waves: Sequence[Waved]) -> list[Run]:

@@ -23,7 +23,8 @@ class Connected(Struct, frozen=True, tag="connected"):
 
 
 class Job(Struct, frozen=True, tag="job"):
-    """One completion of `prompt` (a user's message). Answered with Run. alone: by the draft model itself."""
+    """One completion of `prompt` (a user's message). Answered with Run. alone: by the draft model itself. logit_bias:
+    added to logits, by token id."""
 
     prompt: str
     max_tokens: int
@@ -33,6 +34,7 @@ class Job(Struct, frozen=True, tag="job"):
     seed: int = 1
     alone: bool = False
     logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
 
 
 class Run(Struct, frozen=True, tag="run"):

@@ -20,7 +20,8 @@ from loadgen import report
 from loadgen.compare import Plan
 from loadgen.divergence import Split, first_difference, margin
 from loadgen.figures import draft_ms, figures, gaps_ms, itl_ms, ratio
-from loadgen.jobs import Connect, Connected, Job, Trouble, decode_command, decode_reply, encode
+from loadgen.jobs import Connect, Connected, Job, Run, Trouble, decode_command, decode_reply, encode
+from loadgen.margins import margin_at
 from loadgen.modes import CLOUD, DEEP, EDGE, PACELINE, SYNC_BLOCKS, sync
 from loadgen.prompts import PROMPTS
 from paceline.coupling import noise
@@ -88,22 +89,47 @@ def test_the_first_difference_is_the_first(one: list[int], other: list[int]) -> 
 
 
 def test_margins_at_temperature_zero_are_differences_of_logprobs() -> None:
-    entry = LogprobEntry(logprob=-1.0, top=((7, -1.0), (9, -1.25)))
-    assert margin(Split(3, 7, 9), entry, 0.0, seed=1) == pytest.approx(0.25)
-    assert margin(Split(3, 9, 7), entry, 0.0, seed=1) == pytest.approx(0.25)
+    known = {7: -1.0, 9: -1.25}
+    assert margin(Split(3, 7, 9), known, 0.0, seed=1) == pytest.approx(0.25)
+    assert margin(Split(3, 9, 7), known, 0.0, seed=1) == pytest.approx(0.25)
 
 
 def test_margins_when_sampling_hold_the_noise_of_the_place() -> None:
-    entry = LogprobEntry(logprob=-1.0, top=((7, -1.0), (9, -1.25)))
     drawn = noise(5, 0, 3, np.array([7, 9], dtype=np.int64))
     expected = abs((-1.0 / 0.8 + drawn[0]) - (-1.25 / 0.8 + drawn[1]))
-    assert margin(Split(3, 7, 9), entry, 0.8, seed=5) == pytest.approx(expected)
+    assert margin(Split(3, 7, 9), {7: -1.0, 9: -1.25}, 0.8, seed=5) == pytest.approx(expected)
 
 
-def test_a_margin_that_is_not_among_the_likeliest_is_unknown() -> None:
-    entry = LogprobEntry(logprob=-1.0, top=((7, -1.0),))
-    assert margin(Split(3, 7, 9), entry, 0.0, seed=1) is None
-    assert margin(Split(3, 7, None), entry, 0.0, seed=1) is None
+def test_a_margin_between_what_is_not_known_is_unknown() -> None:
+    assert margin(Split(3, 7, 9), {7: -1.0}, 0.0, seed=1) is None
+    assert margin(Split(3, 7, None), {7: -1.0}, 0.0, seed=1) is None
+
+
+class Target:
+    """Chooses `best` at position 1, and `next` where that is barred. Both are less likely than token 5."""
+
+    def __init__(self, best: int, next_: int) -> None:
+        self.best, self.next, self.jobs = best, next_, list[Job]()
+
+    async def run(self, job: Job) -> Run:
+        self.jobs.append(job)
+        logprobs = {self.best: -4.0, self.next: -4.25}
+        chosen = self.next if self.best in job.logit_bias else self.best
+        entries = [LogprobEntry(logprob=ms, top=((5, -0.5),)) for ms in (-0.5, logprobs[chosen])]
+        return run((1.0, 1), (2.0, 1), tokens=(5, chosen), logprobs=tuple(entries))
+
+
+@pytest.mark.parametrize(("other", "expected"), [(9, 0.25), (8, None)])
+async def test_the_margin_of_an_unlikely_token_is_had_by_barring_the_one_that_won(
+    other: int, expected: float | None
+) -> None:
+    target = Target(7, 9)
+    job = Job(prompt="x", max_tokens=8, speculation=CLOUD.speculation)
+    assert await margin_at(target, job, Split(1, 7, other)) == expected
+    assert [(one.max_tokens, one.logit_bias) for one in target.jobs] == [(2, {}), (2, {7: -100})]
+    likely = Target(7, 9)
+    assert await margin_at(likely, job, Split(1, 7, 5)) == 3.5
+    assert len(likely.jobs) == 1, "nothing had to be barred"
 
 
 def test_jobs_and_replies_travel_as_lines() -> None:
