@@ -30,7 +30,7 @@ from paceline.engine_llama import LlamaTarget
 from paceline.served_card import served_card
 from paceline.settings import Settings
 from paceline.stack import LocalStack, StackOptions
-from paceline.wire import LogprobEntry, Sampling
+from paceline.wire import Sampling
 
 TOLERANCE = 0.15
 TOKENS = 20
@@ -73,9 +73,8 @@ async def margin_at(request: Request, tokens: list[int], split: Split) -> float:
         item = TargetItem("s", "t", at=len(prefix), history=prefix, rule=rule, logprobs=EVERY)
         (outcome,) = await engine.step([item])
         assert isinstance(outcome, Decided), outcome
-        found = outcome.logprobs[0]
-        entry = LogprobEntry(logprob=found.logprob, top=found.top)
-        difference = margin(split, entry, request.sampling.temperature, request.seed or 0)
+        known = dict(outcome.logprobs[0].top)
+        difference = margin(split, known, request.sampling.temperature, request.seed or 0)
         assert difference is not None
         return difference
     finally:
