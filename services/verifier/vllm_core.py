@@ -264,6 +264,11 @@ def plain_arguments(plan: Plan) -> dict[str, Any]:
         raise ModelError(f"vLLM {VERSION} has no engine argument {', '.join(unknown)}")
     if taken := sorted(plan.options.keys() & RESERVED):
         raise ModelError(f"the engine arguments {', '.join(taken)} are Paceline's own")
+    if plan.options.get("pipeline_parallel_size", 1) != 1:
+        raise ModelError(
+            f"pipeline_parallel_size: vLLM {VERSION} makes what verifies drafts on the last pipeline stage alone, and "
+            "the others fail for the lack of it; tensor_parallel_size spreads a model over devices"
+        )
     on_cpu = current_platform.is_cpu()
     block = plan.options.get("block_size", CPU_BLOCK if on_cpu else GPU_BLOCK)
     if type(block) is not int or block < 1:

@@ -387,6 +387,7 @@ async def test_a_worker_that_does_not_answer_is_asked_nothing_more(
         ({"max_num_batched_tokens": 64, "max_model_len": 64}, "max_num_batched_tokens is 64"),
         ({"dtype": "float17"}, "float17"),
         ({"tokenizer": "/elsewhere"}, "tokenizer"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size.* tensor_parallel_size"),
         ({"block_size": "abc"}, "block_size is 'abc'"),
         ({"block_size": None}, "block_size is None"),
         ({"block_size": 0}, "block_size is 0"),

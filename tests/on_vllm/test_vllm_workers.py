@@ -23,20 +23,21 @@ def _threads(_worker: object) -> int:
     return int(torch.get_num_threads())
 
 
-async def test_the_same_text_and_a_death_is_noticed() -> None:
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_the_same_text_and_a_death_is_noticed(workers: int) -> None:
+    """The model has nine heads."""
     kit = await vllm_kit()
     folder, _ = await asyncio.to_thread(model)
-    options = {"distributed_executor_backend": "mp"}
+    options = {"distributed_executor_backend": "mp", "tensor_parallel_size": workers}
     target = await VllmTarget.load(folder, context=512, cells=1024, max_sessions=4, threads=2, options=options)
     try:
         prompt = kit.encode(STORY)
         rule = rule_for(prompt, 0.8)
-        assert core_of(target).engine.collective_rpc(_threads) == [2]
+        assert core_of(target).engine.collective_rpc(_threads) == [2] * workers
         expected = await plain(target, "plain", prompt, rule, 12)
         chains = drafts_of(expected.tokens, prompt, 5, lambda i: i % 4 == 3)
         assert_same(kit, await generate(target, "drafts", prompt, rule, 12, chains), expected)
-        workers = core_of(target).engine.model_executor.workers
-        os.kill(workers[0].proc.pid, signal.SIGKILL)
+        os.kill(core_of(target).engine.model_executor.workers[-1].proc.pid, signal.SIGKILL)
         deadline = time.monotonic() + 5
         while not core_of(target).dead and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
