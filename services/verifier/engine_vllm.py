@@ -144,7 +144,7 @@ def _load(plan: Plan) -> VllmModel:
 def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
     """Without what must not be in a log."""
     secret = ("token", "key", "password", "secret")
-    return {name: "***" if any(word in name for word in secret) else value for name, value in options.items()}
+    return {name: "***" if name.endswith(secret) else value for name, value in options.items()}
 
 
 class VllmModel:

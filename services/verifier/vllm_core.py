@@ -374,8 +374,6 @@ class Core:
             before = sum(requests[name].num_computed_tokens for name in waiting)
             self.scheduler.submit(waiting, {name: self._ids(work) for name, work in waiting.items()})
             self.engine.step_fn()
-            while self.engine.batch_queue:  # of pipeline stages
-                self.engine.step_fn()
             moved = sum(requests[name].num_computed_tokens for name in waiting) > before
             if not (moved or self._made_room({work.key for work in works})):
                 break

@@ -401,10 +401,11 @@ async def test_options_that_cannot_be_are_named(options: dict[str, Any], named: 
 
 async def test_secrets_among_the_options_stay_out_of_errors() -> None:
     folder, _ = await asyncio.to_thread(model)
-    options = {"hf_token": "hf_mine", "dtype": "float17"}
+    options = {"hf_token": "hf_mine", "dtype": "float17", "long_prefill_token_threshold": 77}
     with pytest.raises(ModelError, match="float17") as caught:
         await VllmTarget.load(folder, context=512, max_sessions=4, options=options)
     assert "hf_mine" not in str(caught.value)
+    assert "'long_prefill_token_threshold': 77" in str(caught.value)
 
 
 async def test_without_room_for_one_session_the_option_is_named() -> None:
