@@ -174,6 +174,8 @@ class Dispatcher:
             chunk_tokens=settings.chunk_tokens,
             going_rate=lane.rate.value(now),
         )
+        if not chosen.shares:
+            return
         if lane.flights and len(chosen.shares) <= len(lane.flights[0].tickets):
             return
         if any(share.decides for share in chosen.shares):

@@ -93,17 +93,18 @@ def _starved(live: Live, terms: Terms, missing: int, limit: int, now: float) -> 
     if speculation.lookup:
         live.seat = Seat(proposal=live.forecast.proposal(live.session, limit))
         chain = live.forecast.chances(live.seat.proposal)
-    worth, again = 1.0, now
+    worth, joining = 1.0, 1.0
     if not must and sum(accumulate(chain, mul)) < 1.0:  # what is sure by itself is not put off
         worth, again = live.forecast.worth(now, terms.times, live.session.tip, terms.price)
-    if worth <= 0.0:
-        live.look_again_at = min(again, now + left)
-    return _want(live, missing, decides=worth > 0.0, chain=chain, worth=worth, must=must)
+        joining = live.forecast.joining(terms.price)
+        if worth <= 0.0:
+            live.look_again_at = min(again, now + left)
+    return _want(live, missing, chain=chain, worth=worth, joining=joining, must=must)
 
 
 def _want(
     live: Live, missing: int, *, decides: bool = True, chain: tuple[float, ...] = (), worth: float = 1.0,
-    must: bool = False,
+    joining: float = 0.0, must: bool = False,
 ) -> Want | None:  # fmt: skip
     if not missing and not decides:
         return None
@@ -116,5 +117,6 @@ def _want(
         chain=chain if decides else (),
         context=live.session.tip,
         worth=worth,
+        joining=joining,
         must=must,
     )

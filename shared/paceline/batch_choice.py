@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,9 @@ class Want:
     """A session that may run. `served`: number of the step that it was in last. `missing`: history tokens that the
     verifier lacks. `decides`: a choice is wanted, not only the history fed. `chain`: P(node fits | its parent fits)
     along the best held chain. `context`: KV tokens of the session. `worth`: tokens that deciding at once is worth (see
-    `paceline.fill_rule`), and each token of a chain beside it in proportion; 1 for sessions with held drafts. `must`:
-    in, however little that earns."""
+    `paceline.fill_rule`), and each token of a chain beside it in proportion; 1 for sessions with held drafts, 0: no
+    step is begun for this. `joining`: the same in a step that goes on anyway, where that is more. `must`: in, however
+    little that earns."""
 
     session: str
     tenant: str
@@ -42,7 +43,13 @@ class Want:
     chain: tuple[float, ...] = ()
     context: int = 0
     worth: float = 1.0
+    joining: float = 0.0
     must: bool = False
+
+    @property
+    def firm(self) -> bool:
+        """There is a step for this, whoever else is in it."""
+        return bool(self.missing) or self.must or self.worth >= 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ def choose(
     chunk_tokens: int,
     going_rate: float | None = None,
 ) -> Chosen:
-    """The next step for one verifier. At least one want always gets in.
+    """The next step for one verifier. At least one want gets in, unless all of them are worth nothing by themselves.
 
     going_rate: tokens per ms that the verifier's time earns as a whole (going_rate.GoingRate). Where that is less than
     what the best step earns, there are bubbles that nothing fills, and a row may take time that is worth no more. While
@@ -101,8 +108,8 @@ def choose(
     worth at least what plain decoding of all would earn.
 
     Deciding rows come first, one each, in fair order. A want that is worth less than 1 and is no `must` joins if its
-    worth is at least what its time would earn for the others; alone it always joins."""
-    ordered = fair_order(wants)
+    worth is at least what its time would earn for the others; alone it joins if it is worth anything."""
+    ordered = fair_order(_as_things_are(wants))
     base = _Base(ordered, max(1, step_tokens), max(1, chunk_tokens))
     extra = _Extra(ordered, base)
     earned = _Earnings(base, extra, times)
@@ -122,11 +129,18 @@ def choose(
     refused = 1.0 if base.crowded else _best_beside(extra, taken) if binding else 0.0
     return Chosen(
         shares,
-        left_out=len(ordered) - len(shares),
+        left_out=len(wants) - len(shares),
         price=earned.price(best, refused),
         rate=earned.rate(best),
         predicted_ms=earned.predicted_ms(best),
     )
+
+
+def _as_things_are(wants: Sequence[Want]) -> list[Want]:
+    """Where a step goes on anyway joining it counts; else only who is worth a step of its own is left."""
+    if any(want.firm for want in wants):
+        return [replace(want, worth=want.joining) if want.joining > want.worth else want for want in wants]
+    return [want for want in wants if want.worth > 0.0]
 
 
 class _Base:

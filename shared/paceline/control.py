@@ -138,9 +138,12 @@ class Pace:
         return 1.0 - (self.draft_s or 0.0) / max(self.fill_s or 0.0, SHORTEST_DRAFT_S) if self.fill_s else 1.0
 
     @property
-    def decided_on_arrival(self) -> int:
-        """Tokens beyond the known tip that are committed when a block that is sent now arrives, at the present rate."""
-        return 0 if not self.token_s else min(self._bounds.held, int(self.round_trip / self.token_s))
+    def decided_before(self) -> int:
+        """Tokens beyond the known tip that are committed, at the present rate, when a block that is sent now has its
+        turn: after a round trip, and the step that it finds under way."""
+        if not self.token_s:
+            return 0
+        return min(self._bounds.held, int((self.round_trip + (self.step_s or 0.0)) / self.token_s))
 
     @property
     def flush_s(self) -> float:

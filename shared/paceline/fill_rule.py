@@ -4,6 +4,9 @@ A block that is about to come is waited for: verifying it commits more tokens in
 is far away is not: meanwhile plain steps go on, and the block is matched against what they decided. What lies between
 has a worth between 0 and 1, which the choice of the batch (`paceline.batch_choice`) sets against what the step's time
 earns for others.
+
+A step that goes on anyway is another matter: who is not in it waits for its end, however soon the block comes, and the
+time of a plain row is saved again, since the block then has one node less to be verified.
 """
 
 from __future__ import annotations
@@ -122,6 +125,17 @@ def worth_of_filling(
         tokens, ms = blocks[held - filled]
         filling = max(filling, (filled + a**filled * tokens) / (max(wait, filled * plain) + ms))
     return min(1.0, max(0.0, 1.0 - waiting / filling))
+
+
+def worth_of_joining(*, acceptance: float, price: float) -> float:
+    """Tokens that a plain row is worth, 0 to 1, in a step that others need anyway; to be set against what the row and
+    the session's context cost there.
+
+    Now a plain row, and in the next step a block of m nodes with its first one decided: 1 + E(m - 1) tokens if the
+    block agrees, else 2, which is E(m) + 1 - acceptance. The whole block in the next step alone: E(m). Both take m + 1
+    rows. So the row is worth the tokens gained, and the `price` of the one that is saved; only the context is read once
+    more."""
+    return min(1.0, max(0.0, 1.0 - min(1.0, max(0.0, acceptance)) + price))
 
 
 def _blocks(a: float, held: int, times: StepTimes, context: int, price: float) -> list[tuple[float, float]]:

@@ -153,11 +153,11 @@ class Cloud:
             if want is not None:
                 wants.append(want)
                 by_name[live.name] = live
-        if not wants:
-            self._wait()
-            return
         going = self.rate.value(self._clock.now)
         chosen = choose(wants, times=times, step_tokens=self._step_tokens, chunk_tokens=1, going_rate=going)
+        if not chosen.shares:
+            self._wait()
+            return
         self._begin(chosen, [(by_name[share.session], share) for share in chosen.shares])
 
     def _want(self, live: Live, times: StepTimes | None) -> Want | None:
@@ -174,8 +174,10 @@ class Cloud:
             return None if patient else Want(live.name, live.tenant, live.served, context=context, must=True)
         if self._patience_s is not None and self._clock.now >= live.starved + self._patience_s:
             return Want(live.name, live.tenant, live.served, context=context, must=True)
-        worth, _ = live.forecast.worth(self._clock.now, times, context, self.price.value or 0.0)
-        return Want(live.name, live.tenant, live.served, context=context, worth=worth) if worth > 0 else None
+        price = self.price.value or 0.0
+        worth, _ = live.forecast.worth(self._clock.now, times, context, price)
+        joining = live.forecast.joining(price)
+        return Want(live.name, live.tenant, live.served, context=context, worth=worth, joining=joining)
 
     def _chain(self, live: Live) -> tuple[list[Node], tuple[float, ...]]:
         if live.chain is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from paceline.fill_rule import Arrivals, worth_of_filling
+from paceline.fill_rule import Arrivals, worth_of_filling, worth_of_joining
 from paceline.lookup import Lookup
 from paceline.session import OWN_SOURCE, Plan, Session
 from paceline.step_curve import StepTimes
@@ -58,6 +58,10 @@ class Forecast:
             price=price,
         )
         return worth, now + max(wait_s or 0.0, SOON_S)
+
+    def joining(self, price: float) -> float:
+        """The same in a step that goes on anyway."""
+        return worth_of_joining(acceptance=self.trust.acceptance(self._main), price=price)
 
     def proposal(self, session: Session, limit: int) -> Proposal:
         """What the session's own text suggests, at most `limit` tokens."""

@@ -28,7 +28,8 @@ want_lists = st.lists(
         decides=st.booleans(),
         chain=st.lists(confidences, max_size=12).map(tuple),
         context=st.integers(0, 4000),
-        worth=st.one_of(st.just(1.0), confidences),
+        worth=st.one_of(st.just(1.0), st.just(0.0), confidences),
+        joining=confidences,
         must=st.booleans(),
     ),
     max_size=24,
@@ -275,9 +276,27 @@ def test_alone_or_when_it_must_it_always_joins() -> None:
     lone = choose([Want("fill", "t", worth=0.01)], times=CPU, step_tokens=16, chunk_tokens=1)
     assert lone.shares == (Share("fill", 0, 0, True),)
     assert lone.rate == pytest.approx(1 / 34)
-    assert choose([Want("fill", "t", worth=0.0)], times=CPU, step_tokens=16, chunk_tokens=1).shares
     items = [Want(f"s{n}", "t") for n in range(8)] + [Want("fill", "t", worth=0.01, must=True)]
     assert not choose(items, times=CPU, step_tokens=16, chunk_tokens=1).left_out
+
+
+def test_for_what_is_worth_nothing_by_itself_no_step_is_begun() -> None:
+    waits = [Want("first", "t", worth=0.0, joining=1.0), Want("second", "t", worth=0.0, joining=0.9)]
+    for times in (None, CPU):
+        chosen = choose(waits, times=times, step_tokens=16, chunk_tokens=1)
+        assert (chosen.shares, chosen.left_out, chosen.price) == ((), 2, 0.0)
+
+
+@pytest.mark.parametrize("busy", [Want("busy", "t"), Want("busy", "t", worth=0.0, must=True)])
+def test_a_step_that_goes_on_anyway_is_joined_by_who_would_else_wait_for_its_end(busy: Want) -> None:
+    """The second row costs .41 of a token."""
+    for joining, joins in ((0.3, False), (0.5, True), (1.0, True)):
+        items = [busy, Want("waits", "t", served=1, worth=0.0, joining=joining)]
+        chosen = choose(items, times=CPU, step_tokens=16, chunk_tokens=1)
+        assert ("waits" in {share.session for share in chosen.shares}) is joins
+    reading = [Want("reads", "t", missing=40), Want("waits", "t", worth=0.0, joining=0.9)]
+    chosen = choose(reading, times=CPU, step_tokens=16, chunk_tokens=8)
+    assert {share.session for share in chosen.shares} == {"reads", "waits"}
 
 
 def test_what_joins_brings_its_chain_at_the_same_discount() -> None:

@@ -8,6 +8,8 @@ from functools import cache
 import pytest
 from draft_kit import MACHINE, PROMPT, Machine, Outcome, Simulation, measured
 
+from paceline.draft_plan import FLOOR
+from paceline.draft_state import SUPPLY
 from paceline.wire import Speculation
 
 DEEP = {"fill": False, "alternatives": False}
@@ -82,18 +84,30 @@ def test_a_pass_costs_what_its_rows_were_measured_to():
     assert rows[4] == pytest.approx(0.038)
 
 
-@pytest.mark.parametrize("price", [0.3, 0.9])
+@pytest.mark.parametrize("price", [0.2, 0.9])
 def test_only_a_high_price_shortens_what_is_drafted_and_never_stops_it(price):
     free = Simulation(Speculation(**DEEP), 0.1)
     free.run()
     dear = Simulation(Speculation(**DEEP), 0.1, price=price)
     dear.run()
     assert dear.state.committed == dear.text.tokens[: PROMPT + dear.length]
-    if price < 0.6:
+    if price**SUPPLY < FLOOR:
         assert dear.state.counts.drafted == free.state.counts.drafted
     else:
         assert dear.reasons["price"] > 0
         assert 0.3 * dear.length < dear.state.counts.drafted < free.state.counts.drafted
+
+
+def test_the_dearer_the_verifier_the_fewer_branches_are_drafted():
+    shares = []
+    for price in (0.0, 0.7, 1.0):
+        simulation = Simulation(Speculation(fill=False), 0.1, price=price)
+        simulation.run()
+        counts = simulation.state.counts
+        shares.append(counts.branched / counts.drafted)
+    assert shares[0] > 0.25
+    assert shares[1] < 0.5 * shares[0]
+    assert shares[2] < 0.05, "a few before the price is heard"
 
 
 def test_calibration_follows_what_is_accepted():

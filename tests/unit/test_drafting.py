@@ -437,6 +437,19 @@ def test_a_jittery_link_widens_the_window():
     assert steady.round_trip == pytest.approx(0.100)
 
 
+def test_what_is_decided_before_a_block_has_its_turn_counts_the_step_that_it_finds_under_way():
+    pace = Pace(Speculation(), Bounds())
+    assert pace.decided_before == 0
+    pace.on_timing(Timing(t_sent=1000, wait_ms=0, step_ms=150), now=1.450)
+    pace.on_verdict(filled(3), 2.0)
+    pace.on_verdict(filled(4), 2.16)
+    assert pace.token_s == pytest.approx(0.16)
+    assert pace.decided_before == 2  # (300 + 150) / 160
+    pace.on_timing(Timing(t_sent=1000, wait_ms=0, step_ms=150), now=1.450)
+    pace.token_s = 1e-6
+    assert pace.decided_before == Bounds().held
+
+
 def filled(at: int, kinds: str = "f") -> Verdict:
     return Verdict(session="s", epoch=1, at=at, tokens=TRUTH[at : at + len(kinds)], kinds=kinds)
 

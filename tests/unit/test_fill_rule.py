@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import theory
-from paceline.fill_rule import Arrivals, worth_of_filling
+from paceline.fill_rule import Arrivals, worth_of_filling, worth_of_joining
 from paceline.step_curve import StepTimes
 
 CPU = StepTimes((1, 2, 3, 4, 6, 8, 16), (34, 48, 55, 62, 75, 85, 158))
@@ -148,3 +148,23 @@ def test_it_is_between_none_and_one_token_and_grows_far_away(
     assert 0.0 <= value <= 1.0
     later = worth_of_filling(wait_s=wait + 1e6, nodes=nodes, acceptance=a, times=times, context=context)
     assert later > 0.99 >= min(value, 0.99)
+
+
+# --- joining a step ---
+
+
+@pytest.mark.parametrize("a", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("m", [1, 2, 8])
+def test_a_row_in_a_step_that_goes_on_anyway_loses_nothing_of_the_block(a: float, m: int) -> None:
+    """The plain row, then what is left of the block, or another plain row where it does not agree: m + 1 rows, as many
+    as the whole block takes."""
+    joined = 1 + a * theory.expected_tokens(a, m - 1) + (1 - a)
+    gained = joined - theory.expected_tokens(a, m)
+    assert worth_of_joining(acceptance=a, price=0.0) == pytest.approx(gained)
+
+
+def test_what_joining_costs_is_saved_later() -> None:
+    assert worth_of_joining(acceptance=0.75, price=0.5) == pytest.approx(0.75)
+    assert worth_of_joining(acceptance=0.75, price=0.3) == pytest.approx(0.55)
+    assert worth_of_joining(acceptance=0.75, price=0.9) == 1.0
+    assert worth_of_joining(acceptance=1.5, price=0.0) == 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.batch_choice import Share
+from paceline.batch_choice import Share, Want
 from paceline.ends import Ends
 from paceline.forecast import SOON_S
 from paceline.session import Session
@@ -48,6 +48,11 @@ def streaming(live: Live, gap_s: float, until: float) -> None:
     """Blocks of 4 nodes have come every `gap_s`."""
     for number in range(10, -1, -1):
         live.forecast.block_came("edge", 4, until - number * gap_s)
+
+
+def only_joins(found: Want | None) -> bool:
+    """No step is begun for this one."""
+    return found is not None and found.worth == 0.0 and not found.firm and found.joining > 0.0
 
 
 def test_held_drafts_go_with_what_they_are_trusted_for() -> None:
@@ -105,9 +110,9 @@ def test_nothing_is_expected_of_an_edge_that_was_never_heard() -> None:
 def test_a_block_that_is_about_to_come_is_waited_for_and_an_overdue_one_is_not() -> None:
     live = make()
     streaming(live, 0.02, until=10.0)
-    assert want(live, TERMS, 10.01) is None
+    assert only_joins(want(live, TERMS, 10.01))
     assert live.look_again_at == pytest.approx(10.02)
-    assert want(live, TERMS, 10.019) is None
+    assert only_joins(want(live, TERMS, 10.019))
     assert live.look_again_at == pytest.approx(10.019 + SOON_S), "not in a busy loop either"
     found = want(live, TERMS, 10.09)
     assert found is not None
@@ -127,7 +132,7 @@ def test_a_block_that_is_far_away_is_not_waited_for_and_what_filling_is_worth_li
 def test_an_operator_may_bound_the_wait_whatever_it_costs_others() -> None:
     live, terms = make(), Terms(times=TERMS.times, fill_within_s=0.008)
     streaming(live, 0.02, until=10.0)
-    assert want(live, terms, 10.002) is None
+    assert only_joins(want(live, terms, 10.002))
     assert live.look_again_at == pytest.approx(10.010)
     found = want(live, terms, 10.011)
     assert found is not None
@@ -163,7 +168,17 @@ def test_while_drafts_are_waited_for_the_history_is_fed() -> None:
     streaming(live, 0.02, until=10.0)
     found = want(live, TERMS, 10.01)
     assert found is not None
-    assert (found.decides, found.missing, found.chain) == (False, 3, ())
+    assert (found.missing, found.chain, found.worth) == (3, (), 0.0)
+
+
+def test_joining_a_step_is_worth_the_more_the_dearer_a_row_is_and_the_less_drafts_fit() -> None:
+    live = make()
+    streaming(live, 0.02, until=10.0)
+    usual = live.forecast.trust.acceptance("edge")
+    for price, joining in ((0.0, 1.0 - usual), (0.3, 1.3 - usual), (0.9, 1.0)):
+        found = want(live, Terms(SLOW, price=price), 10.01)
+        assert found is not None
+        assert found.joining == pytest.approx(joining)
 
 
 def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:
