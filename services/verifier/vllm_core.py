@@ -33,6 +33,7 @@ import torch
 import vllm
 from numpy.typing import NDArray
 from vllm import SamplingParams
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,6 +44,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from paceline.errors import EngineError, ModelError
 from paceline.kv_ledger import common_prefix
@@ -205,6 +207,10 @@ class Proposer:
         return [[] for _ in sampled_token_ids]
 
 
+GPUModelRunner.drafter = Proposer(None)
+"""vLLM makes one on the last pipeline stage alone, and then asks every stage for it."""
+
+
 class Hooks:
     """Mixed into the worker. `hook_coupling` puts the choice in the place of the runner's sampler, on this instance."""
 
@@ -216,6 +222,7 @@ class Hooks:
 
     def hook_coupling(self, vocabulary: int) -> None:
         runner = self.model_runner
+        _make_room_between_stages(runner)
         execute, sample_tokens = runner.execute_model, runner.sample_tokens
         asked: dict[str, Ask] = {}
         choices: dict[str, Chosen] = {}
@@ -236,10 +243,20 @@ class Hooks:
 
         def sample_with_choices(*args: Any, **options: Any) -> Any:
             output = sample_tokens(*args, **options)
-            output.choices = dict(choices)
+            if choices:  # none on a pipeline stage that is not the last: its output is an object that all share
+                output.choices = dict(choices)
             return output
 
         runner.execute_model, runner._sample, runner.sample_tokens = execute_model, sample, sample_with_choices
+
+
+def _make_room_between_stages(runner: Any) -> None:
+    """The buffer of what the pipeline stage before gives. vLLM makes it in a warm-up run, which an uncompiled model on
+    a CPU has none of."""
+    if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def _choices(logits: torch.Tensor, names: Sequence[str], metadata: Any, asked: dict[str, Ask]) -> dict[str, Chosen]:
@@ -264,11 +281,6 @@ def plain_arguments(plan: Plan) -> dict[str, Any]:
         raise ModelError(f"vLLM {VERSION} has no engine argument {', '.join(unknown)}")
     if taken := sorted(plan.options.keys() & RESERVED):
         raise ModelError(f"the engine arguments {', '.join(taken)} are Paceline's own")
-    if plan.options.get("pipeline_parallel_size", 1) != 1:
-        raise ModelError(
-            f"pipeline_parallel_size: vLLM {VERSION} makes what verifies drafts on the last pipeline stage alone, and "
-            "the others fail for the lack of it; tensor_parallel_size spreads a model over devices"
-        )
     on_cpu = current_platform.is_cpu()
     block = plan.options.get("block_size", CPU_BLOCK if on_cpu else GPU_BLOCK)
     if type(block) is not int or block < 1:
@@ -373,7 +385,7 @@ class Core:
         while waiting := {name: work for name, work in named.items() if not work.done}:
             before = sum(requests[name].num_computed_tokens for name in waiting)
             self.scheduler.submit(waiting, {name: self._ids(work) for name, work in waiting.items()})
-            self.engine.step_fn()
+            self.engine.step()  # whole, also where pipeline stages would have several under way
             moved = sum(requests[name].num_computed_tokens for name in waiting) > before
             if not (moved or self._made_room({work.key for work in works})):
                 break

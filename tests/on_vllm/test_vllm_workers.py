@@ -23,17 +23,19 @@ def _threads(_worker: object) -> int:
     return int(torch.get_num_threads())
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-async def test_the_same_text_and_a_death_is_noticed(workers: int) -> None:
-    """The model has nine heads."""
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (3, 1), (1, 2)])
+async def test_the_same_text_and_a_death_is_noticed(ranks: int, stages: int) -> None:
+    """The model has nine heads, three of them with KV, and thirty layers."""
     kit = await vllm_kit()
     folder, _ = await asyncio.to_thread(model)
-    options = {"distributed_executor_backend": "mp", "tensor_parallel_size": workers}
+    options = {
+        "distributed_executor_backend": "mp", "tensor_parallel_size": ranks, "pipeline_parallel_size": stages,
+    }  # fmt: skip
     target = await VllmTarget.load(folder, context=512, cells=1024, max_sessions=4, threads=2, options=options)
     try:
         prompt = kit.encode(STORY)
         rule = rule_for(prompt, 0.8)
-        assert core_of(target).engine.collective_rpc(_threads) == [2] * workers
+        assert core_of(target).engine.collective_rpc(_threads) == [2] * (ranks * stages)
         expected = await plain(target, "plain", prompt, rule, 12)
         chains = drafts_of(expected.tokens, prompt, 5, lambda i: i % 4 == 3)
         assert_same(kit, await generate(target, "drafts", prompt, rule, 12, chains), expected)
