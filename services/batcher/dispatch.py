@@ -162,21 +162,20 @@ class Dispatcher:
 
     def _next(self, lane: Lane, now: float) -> None:
         """Build and send the next batch of this verifier, if there is one."""
-        wants = self._wants(lane, now)
-        if not wants:
+        wants = in_question(self._wants(lane, now), lambda session: self._live(session).alone)
+        begun = {item.session for item in wants if item.begins}
+        if not begun:
             return
         settings = self._service.settings
-        alone = [item for item in wants if self._live(item.session).alone]
         chosen = choose(
-            alone[:1] or wants,
+            wants,
             times=self._directory.terms(lane.name).times,
             step_tokens=settings.max_step_tokens,
             chunk_tokens=settings.chunk_tokens,
             going_rate=lane.rate.value(now),
         )
-        if not chosen.shares:
-            return
-        if lane.flights and len(chosen.shares) <= len(lane.flights[0].tickets):
+        ours = sum(share.session in begun for share in chosen.shares)
+        if lane.flights and ours <= len(lane.flights[0].tickets):
             return
         if any(share.decides for share in chosen.shares):
             lane.price.note(now, chosen.price)
@@ -309,6 +308,12 @@ class Dispatcher:
             self._directory.lose(lane.name)
             self._lost(lane, reason, went_down=True)
             self.kick()
+
+
+def in_question(wants: Sequence[Want], alone: Callable[[str], bool]) -> list[Want]:
+    """Those that the next step is chosen from: one that goes `alone` (asked by its session), else all that do not."""
+    quarantined = next((item for item in wants if item.begins and alone(item.session)), None)
+    return [quarantined] if quarantined else [item for item in wants if not alone(item.session)]
 
 
 async def _raised(error: Exception) -> None:

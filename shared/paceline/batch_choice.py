@@ -51,6 +51,11 @@ class Want:
         """There is a step for this, whoever else is in it."""
         return bool(self.missing) or self.must or self.worth >= 1.0
 
+    @property
+    def begins(self) -> bool:
+        """A step is begun for this where there is nobody else; the others only join one."""
+        return self.firm or self.worth > 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -65,10 +70,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The step. `left_out`: wants that are not in it. `price`: expected committed tokens that the time of one more
-    verifier token would earn elsewhere, 0..1; it says nothing of a step in which nobody decides. `rate`: expected
-    committed tokens per ms, the time for feeding history not counted: that has to be spent in any case.
-    `predicted_ms`: of the whole step. Without learned times price and rate are 0 and `predicted_ms` is None."""
+    """The step. `left_out`: wants that are not in it, though they may not want one of their own. `price`: expected
+    committed tokens that the time of one more verifier token would earn elsewhere, 0..1; it says nothing of a step
+    in which nobody decides. `rate`: expected committed tokens per ms, the time for feeding history not counted:
+    that has to be spent in any case. `predicted_ms`: of the whole step. Without learned times price and rate are 0
+    and `predicted_ms` is None."""
 
     shares: tuple[Share, ...]
     left_out: int = 0
@@ -108,7 +114,7 @@ def choose(
     worth at least what plain decoding of all would earn.
 
     Deciding rows come first, one each, in fair order. A want that is worth less than 1 and is no `must` joins if its
-    worth is at least what its time would earn for the others; alone it joins if it is worth anything."""
+    worth is at least what its time would earn for the others; where no other is in, the one that is worth most is."""
     ordered = fair_order(_as_things_are(wants))
     base = _Base(ordered, max(1, step_tokens), max(1, chunk_tokens))
     extra = _Extra(ordered, base)
@@ -137,10 +143,17 @@ def choose(
 
 
 def _as_things_are(wants: Sequence[Want]) -> list[Want]:
-    """Where a step goes on anyway joining it counts; else only who is worth a step of its own is left."""
-    if any(want.firm for want in wants):
-        return [replace(want, worth=want.joining) if want.joining > want.worth else want for want in wants]
-    return [want for want in wants if want.worth > 0.0]
+    """Where somebody begins a step joining it counts for the others; where nobody does, none is left. A step that goes
+    on for no one firmly is that of whom it is worth most to."""
+    begun = [want for want in wants if want.begins]
+    if not begun:
+        return []
+    first = None if any(want.firm for want in begun) else max(begun, key=lambda want: want.worth)
+    return [replace(want, must=True) if want is first else _joining(want) for want in wants]
+
+
+def _joining(want: Want) -> Want:
+    return replace(want, worth=want.joining) if want.joining > want.worth else want
 
 
 class _Base:

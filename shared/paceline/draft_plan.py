@@ -23,9 +23,9 @@ REACH_FLOOR = 0.1
 
 
 Reason = Literal["drafting", "end", "window", "floor", "behind", "price", "block", "held"]
-"""Why the main chain is extended or not. end: of the context, the completion or the text; window: full; floor: hardly
-reached by the target; behind: the filling cloud is not to be overtaken; price: not verified on arrival; block: enough
-in flight for this depth; held: as many nodes as the batcher takes."""
+"""Why the main chain is extended or not. end: of the context, the completion or the text; window: full; floor:
+hardly reached by the target; behind: the filling cloud is not to be overtaken; price: enough for what a dear
+verifier takes; block: enough in flight for this depth; held: as many nodes as the batcher takes."""
 
 
 @dataclass(frozen=True, slots=True)

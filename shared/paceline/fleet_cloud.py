@@ -153,11 +153,11 @@ class Cloud:
             if want is not None:
                 wants.append(want)
                 by_name[live.name] = live
-        going = self.rate.value(self._clock.now)
-        chosen = choose(wants, times=times, step_tokens=self._step_tokens, chunk_tokens=1, going_rate=going)
-        if not chosen.shares:
+        if not any(want.begins for want in wants):
             self._wait()
             return
+        going = self.rate.value(self._clock.now)
+        chosen = choose(wants, times=times, step_tokens=self._step_tokens, chunk_tokens=1, going_rate=going)
         self._begin(chosen, [(by_name[share.session], share) for share in chosen.shares])
 
     def _want(self, live: Live, times: StepTimes | None) -> Want | None:

@@ -10,9 +10,11 @@ import pytest
 from batcher_kit import CARD, DEEP, PLAIN, WORLD, Client, Drafter, Stack, send_block, soon, stack
 
 from paceline import subjects
+from paceline.batch_choice import Want
 from paceline.bus import Received
 from paceline.engine_simulated import SimulatedDraft, Timing, World
 from paceline.wire import Chain, HostedOpen, HostedStop, Speculation, Verdict
+from services.batcher.dispatch import in_question
 from services.drafter.drafter import Drafter as HostedDrafter
 from services.drafter.metered import MeteredDraft
 from services.drafter.warm_up import warm_up
@@ -233,3 +235,27 @@ async def test_it_helps_nobody_who_did_not_ask(speculation: Speculation) -> None
         Drafter(client).start()
         await client.done()
         assert asked == []
+
+
+def test_a_session_in_quarantine_has_a_step_to_itself_and_joins_nobodys() -> None:
+    waits, runs = Want("waits", "t", worth=0.0, joining=1.0), Want("runs", "t")
+    for quarantined, named in (
+        ({"waits"}, ["runs"]), ({"runs"}, ["runs"]), ({"waits", "runs"}, ["runs"]), (set(), ["waits", "runs"]),
+    ):  # fmt: skip
+        found = in_question([waits, runs], quarantined.__contains__)
+        assert [item.session for item in found] == named
+
+
+async def test_one_in_quarantine_that_waits_for_its_block_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stack(engine={"knows": 1.0}) as made:
+        quarantined = made.client(speculation=Speculation(), max_tokens=4000)
+        other = made.client(prompt=tuple(b"Another one"))
+        await quarantined.open()
+        live = made.batcher.table.get(quarantined.session)
+        assert live is not None
+        live.alone = True
+        monkeypatch.setattr(live.forecast.arrivals, "next_in", lambda now: 0.0)
+        monkeypatch.setattr(type(live.patience), "exhausted", lambda patience, now, hosted: False)
+        await other.open()
+        assert await other.done() == other.expected()
+        assert quarantined.finish is None

@@ -64,8 +64,13 @@ def test_both_budgets_are_kept(items: list[Want], times: StepTimes | None, step_
 
 
 @given(runnable.filter(bool), curves, st.integers(1, 64), st.integers(1, 256))
-def test_somebody_always_runs(items: list[Want], times: StepTimes | None, step_tokens: int, chunk_tokens: int) -> None:
-    assert choose(items, times=times, step_tokens=step_tokens, chunk_tokens=chunk_tokens).shares
+def test_somebody_runs_wherever_a_step_is_worth_anything(
+    items: list[Want], times: StepTimes | None, step_tokens: int, chunk_tokens: int
+) -> None:
+    chosen = choose(items, times=times, step_tokens=step_tokens, chunk_tokens=chunk_tokens)
+    begins = {item.session for item in items if item.firm or item.worth > 0.0}
+    assert bool(chosen.shares) == bool(begins)
+    assert not chosen.shares or begins & {share.session for share in chosen.shares}
 
 
 @given(runnable.filter(bool), st.integers(1, 64), st.integers(1, 256))
@@ -287,7 +292,9 @@ def test_for_what_is_worth_nothing_by_itself_no_step_is_begun() -> None:
         assert (chosen.shares, chosen.left_out, chosen.price) == ((), 2, 0.0)
 
 
-@pytest.mark.parametrize("busy", [Want("busy", "t"), Want("busy", "t", worth=0.0, must=True)])
+@pytest.mark.parametrize(
+    "busy", [Want("busy", "t"), Want("busy", "t", worth=0.0, must=True), Want("busy", "t", worth=0.01)]
+)
 def test_a_step_that_goes_on_anyway_is_joined_by_who_would_else_wait_for_its_end(busy: Want) -> None:
     """The second row costs .41 of a token."""
     for joining, joins in ((0.3, False), (0.5, True), (1.0, True)):

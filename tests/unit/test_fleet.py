@@ -121,7 +121,7 @@ def settled_chains(step_s, context: int, counts: tuple[int, ...]) -> list[float]
 def test_drafts_fade_as_load_grows_where_arithmetic_is_the_bound():
     one, few, many = settled_chains(compute_bound, 0, (1, 4, 32))
     assert one > 0.9
-    assert few > 0.7
+    assert few > 0.5  # of four who are in every step that one of them needs
     assert many < 0.25
 
 
