@@ -238,7 +238,7 @@ class Hooks:
             asked.update(getattr(scheduler_output, "asks", {}))
             try:
                 return execute(scheduler_output, *args, **options)
-            except BaseException:
+            except Exception:
                 if not get_pp_group().is_last_rank:
                     _end_stage()
                 raise
