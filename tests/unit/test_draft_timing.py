@@ -84,7 +84,7 @@ def test_a_pass_costs_what_its_rows_were_measured_to():
     assert rows[4] == pytest.approx(0.038)
 
 
-@pytest.mark.parametrize("price", [0.2, 0.9])
+@pytest.mark.parametrize("price", [0.2, 0.5, 0.9])
 def test_only_a_high_price_shortens_what_is_drafted_and_never_stops_it(price):
     free = Simulation(Speculation(**DEEP), 0.1)
     free.run()

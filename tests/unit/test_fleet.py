@@ -119,9 +119,9 @@ def settled_chains(step_s, context: int, counts: tuple[int, ...]) -> list[float]
 
 
 def test_drafts_fade_as_load_grows_where_arithmetic_is_the_bound():
-    one, few, many = settled_chains(compute_bound, 0, (1, 4, 32))
+    one, two, few, many = settled_chains(compute_bound, 0, (1, 2, 4, 32))
     assert one > 0.9
-    assert few > 0.5  # of four who are in every step that one of them needs
+    assert min(two, few) > 0.5  # each is in every step that another one needs, so more often and with less
     assert many < 0.25
 
 
@@ -129,8 +129,8 @@ def test_what_is_free_in_a_step_is_used_whoever_waits_for_a_block():
     """Eight rows are free: four sessions commit 50 tokens a second each by plain steps alone."""
     fleet = Fleet(one(step_s=compute_bound, edge=DESKTOP, link=Link(0.02), speculation=PACELINE, load=((0.0, 4),)))
     figures = fleet.measured(20, 150)
-    assert figures.tokens_per_s > 1.35 * 4 * 50
-    assert figures.batch > 3.4
+    assert figures.tokens_per_s > 1.4 * 4 * 50, "who is left out of others' steps has 1.36"
+    assert figures.batch > 3.8
 
 
 def test_the_dearer_the_verifier_the_fewer_drafts_are_made_in_vain():

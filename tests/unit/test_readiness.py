@@ -168,7 +168,8 @@ def test_while_drafts_are_waited_for_the_history_is_fed() -> None:
     streaming(live, 0.02, until=10.0)
     found = want(live, TERMS, 10.01)
     assert found is not None
-    assert (found.missing, found.chain, found.worth) == (3, (), 0.0)
+    assert (found.decides, found.missing, found.chain, found.worth) == (True, 3, (), 0.0)
+    assert found.joining > 0.0
 
 
 def test_joining_a_step_is_worth_the_more_the_dearer_a_row_is_and_the_less_drafts_fit() -> None:
